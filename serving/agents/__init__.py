@@ -18,7 +18,7 @@ from jaxshare.serving.agents.requests import (
     llm,
     tool,
 )
-from jaxshare.serving.agents.runs import RoundsError
+from jaxshare.serving.agents.runs import DivergedError, RoundsError
 from jaxshare.serving.agents.runtime import (
     AgentError,
     AgentRun,
@@ -52,6 +52,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "DeadlockError",
+    "DivergedError",
     "EndedError",
     "ForestOfThoughts",
     "Handle",

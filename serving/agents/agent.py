@@ -1,12 +1,16 @@
 """`agent`: a coroutine, compiled to a flow graph, with the supervisor that searches it."""
 
+import dis
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Literal, overload
 
+from jaxshare.argument_checks import shown
 from jaxshare.serving.agents.compiler.flow_graph import FlowGraph
 from jaxshare.serving.agents.compiler.frames import shared
-from jaxshare.serving.agents.compiler.program import Program, compiled
+from jaxshare.serving.agents.compiler.program import Program, check_function, compiled
+from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.states import Single, Supervisor
 
 
@@ -16,12 +20,31 @@ class Agent:
 
     Attributes:
       name: the function's name.
-      program: the compiled function.
+      function: the function itself.
+      program: the compiled function; None if states are always restored by replay.
+      refusal: why it is not compiled, if it cannot be.
+      restore: "copy" or "replay", the only way in which a state is restored; None for a copy where
+        there can be one, and else a replay.
       supervisor: the pattern that the supervisor of each run is copied from.
     """
 
-    def __init__(self, function: Callable[..., Any], supervisor: Supervisor):
-        self.program: Program = compiled(function)
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        supervisor: Supervisor,
+        restore: Literal["copy", "replay"] | None = None,
+    ):
+        check_function(function)
+        self.function, self.restore = function, restore
+        self.program: Program | None = None
+        self.refusal: RefusedError | None = None
+        if restore == "copy" or (restore is None and not depends_on_identity(function)):
+            try:
+                self.program = compiled(function)
+            except RefusedError as error:
+                if restore == "copy":
+                    raise
+                self.refusal = error
         self.supervisor = supervisor
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -41,7 +64,24 @@ class Agent:
     @functools.cached_property
     def graph(self) -> FlowGraph:
         """The flow graph of its states."""
-        return FlowGraph.of(self.program)
+        return FlowGraph.of(self.program or compiled(self.function))
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The signature of the function."""
+        return inspect.signature(self.function)
+
+    @property
+    def file(self) -> str:
+        """The file with the function."""
+        return self.function.__code__.co_filename
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises a TypeError for arguments that do not fit the function."""
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.name}() {error}") from None
 
     def under(self, supervisor: Supervisor) -> "Agent":
         """The same agent with another supervisor."""
@@ -53,28 +93,62 @@ class Agent:
 @overload
 def agent(function: Callable[..., Any], /) -> Agent: ...
 @overload
-def agent(*, supervisor: Supervisor = ...) -> Callable[[Callable[..., Any]], Agent]: ...
+def agent(
+    *, supervisor: Supervisor = ..., restore: Literal["copy", "replay"] | None = None
+) -> Callable[[Callable[..., Any]], Agent]: ...
 
 
 def agent(
-    function: Callable[..., Any] | None = None, /, *, supervisor: Supervisor = Single()
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    supervisor: Supervisor = Single(),
+    restore: Literal["copy", "replay"] | None = None,
 ) -> Any:
-    """Compiles an async def to an agent: a flow graph whose states can be fired again and again.
+    """Makes an async def an agent: a flow graph whose states can be fired again and again.
+
+    The first firing of a state goes on with the agent's own variables. Another one needs the state
+    as it was: a copy of it, or a replay, which runs the function again from its beginning with the
+    outcomes that were recorded and so repeats what it did between its waits.
+
+    Args:
+      supervisor: searches the agent's states.
+      restore: "copy" or "replay" to allow one of them alone; None for a copy where everything in
+        the state can be copied, and else a replay.
 
     Raises:
       TypeError: the function is not an async def, or the supervisor is not a supervisor.
-      RefusedError: the function has something that cannot be compiled; the error has the file and
-        the line.
+      ValueError: `restore` is none of these.
+      RefusedError: with restore="copy", the function has something that cannot be compiled; the
+        error has the file and the line.
     """
+    if restore not in (None, "copy", "replay"):
+        raise ValueError(f"restore is {shown(restore)}; give 'copy', 'replay' or None")
     if function is not None and not callable(function):
         raise TypeError(
             f"@agent takes its supervisor by name: @agent(supervisor=...), not {function!r}"
         )
     check_supervisor(supervisor)
     return (
-        Agent(function, supervisor)
+        Agent(function, supervisor, restore)
         if function is not None
-        else functools.partial(Agent, supervisor=supervisor)
+        else functools.partial(Agent, supervisor=supervisor, restore=restore)
+    )
+
+
+_LOOKS_INSIDE = {
+    *("id", "inspect", "isfunction", "FunctionType", "__code__", "__closure__"),
+    *("__defaults__", "__kwdefaults__"),
+}
+"""Names by which a function can tell its compiled code, or a copy, from its own."""
+
+
+def depends_on_identity(function: Callable[..., Any]) -> bool:
+    """True if a function defines a class, looks inside functions or is decorated."""
+    return hasattr(function, "__wrapped__") or any(
+        each.opname == "LOAD_BUILD_CLASS" or each.argval in _LOOKS_INSIDE
+        for each in dis.get_instructions(function.__code__)
+        if isinstance(each.argval, str) or each.opname == "LOAD_BUILD_CLASS"
     )
 
 

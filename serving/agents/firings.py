@@ -1,50 +1,76 @@
 """One firing of a state: the outcome of its wait, then the agent's code up to its next wait."""
 
+import asyncio
+import contextlib
+import dataclasses
 import inspect
 import types
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Generator
+from typing import Any
 
-from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.compiler.program import Returned, snapshot
+from jaxshare.serving.agents.compiler.program import Returned
+from jaxshare.serving.agents.courses import (
+    Compiled,
+    Course,
+    Native,
+    Reached,
+    is_own_awaitable,
+    keep,
+    taken,
+)
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.model_calls import (
-    ATOMS,
     UsedUpError,
     call_model,
     call_tool,
     check_budget,
+    is_constant,
+    private_copy,
     spend,
     spent_by_firing,
 )
-from jaxshare.serving.agents.requests import CallRun, Llm, Tool, Yielded
+from jaxshare.serving.agents.requests import REQUESTS, CallRun, Llm, Tool
 from jaxshare.serving.agents.runs import (
     AgentError,
     AgentRun,
     Firing,
-    Handle,
     Host,
-    current_firing,
 )
-from jaxshare.serving.agents.states import State
+from jaxshare.serving.agents.states import Arrival, State
 from jaxshare.serving.agents.tool_rounds import Follow, follow, is_followed, run_call
-
-if TYPE_CHECKING:
-    from jaxshare.serving.agents.compiler.frames import Frame
 
 Outcome = tuple[Any, tuple[Message, ...]]
 """(the value of a wait, the messages that continue the dialogue)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Went:
+    """The agent's code has gone on during its wait for a coroutine.
+
+    Attributes:
+      course, reached: the code, and the wait that it has come to.
+    """
+
+    course: Course
+    reached: Reached
+
+
+AGAIN: Any = object()
+"""The value of a wait for a coroutine that another firing has awaited."""
+
+
 def outcome(
-    runtime: Host, run: AgentRun, state: State, path: tuple[int, ...]
+    runtime: Host, run: AgentRun, state: State, now: Firing
 ) -> Coroutine[Any, Any, Outcome]:
     """The outcome of a state's wait, from the journal where it has one; raises the wait's error.
 
     The value is a `Follow` if the agent has to wait for something else before its code goes on.
     """
+    is_coroutine = isinstance(state.waiting, types.CoroutineType)
+    if is_coroutine or (is_own_awaitable(state.waiting) and run.agent.restore is None):
+        return _run_coroutine(runtime, run, state, now)
     find = _new_outcome if runtime.journal is None else _journaled_outcome
-    found = find(runtime, run, state, path)
+    found = find(runtime, run, state, now.path)
     return _followed(run, state, found) if is_followed(state.waiting) else found
 
 
@@ -63,14 +89,67 @@ async def _new_outcome(
         return await call_tool(request), ()
     if isinstance(request, CallRun):
         return await run_call(request)
-    if isinstance(request, types.CoroutineType) and path[-1]:
+    if inspect.isawaitable(request):
+        return await request, ()
+    raise TypeError(f"object {type(request).__name__} can't be used in 'await' expression")
+
+
+_ASKS = "the coroutine asked for what a later firing has"
+"""The recorded value of a coroutine that went on to requests with entries of their own."""
+
+
+async def _run_coroutine(runtime: Host, run: AgentRun, state: State, now: Firing) -> Outcome:
+    """Runs the coroutine that an agent waits for, to its end or to its first request."""
+    key, journal = (run.id, now.path), runtime.journal
+    if journal is not None and (replay := journal.lookup(key, state.waiting)):
+        value, messages = replay()
+        if value != _ASKS:
+            return value, messages
+    if now.path[-1] and run.agent.restore == "copy":
         raise AgentError(
             f"agent {run.agent.name} waits in line {state.line} for a coroutine, which cannot "
             "be awaited again; make it a tool, so that the state can be fired many times"
         )
-    if inspect.isawaitable(request):
-        return await request, ()
-    raise TypeError(f"object {type(request).__name__} can't be used in 'await' expression")
+    if now.path[-1]:
+        return AGAIN, ()
+    try:
+        value = await _until_request(state, now)
+    except Exception as error:
+        if journal is not None:
+            journal.record_error(key, error, (0, 0, 0))
+        raise
+    if journal is not None:
+        journal.record_value(key, _ASKS if isinstance(value, Went) else value, ())
+    return value, ()
+
+
+async def _awaited(request: Any) -> Any:
+    return await request
+
+
+@types.coroutine
+def _until_request(state: State, now: Firing) -> Generator[Any, Any, Any]:
+    """Runs a coroutine in the firing's task, which awaits what is for asyncio.
+
+    Returns:
+      The coroutine's value, or a `Went` at its first request.
+    """
+    course, waiting = state.course, state.waiting
+    inner = Native(waiting if isinstance(waiting, types.CoroutineType) else _awaited(waiting))
+    assert course is not None and isinstance(course.code, Compiled)
+    part, value, error = Course(inner, course.context), None, None
+    while not isinstance(at := part.go(now, value, error), Returned):
+        if isinstance(at.request, REQUESTS):
+            state.course, course.code.inner = None, inner
+            return Went(course, Reached(at.request, state.line))
+        if asyncio.isfuture(at.request):
+            at.request._asyncio_future_blocking = True
+        value, error = None, None
+        try:
+            value = yield at.request if asyncio.isfuture(at.request) else None
+        except BaseException as raised:
+            error = raised
+    return at.value
 
 
 async def _journaled_outcome(
@@ -99,62 +178,57 @@ async def _journaled_outcome(
 
 
 def run_to_next_wait(
-    runtime: Host,
     run: AgentRun,
     state: State,
     new: State,
-    value: Any,
-    error: BaseException | None,
-) -> Firing:
+    now: Firing,
+    came: Arrival,
+) -> None:
     """Runs the agent's code from a state to its next wait or its end, and fills in `new`.
 
     Args:
-      value, error: what the wait gave; error is raised in the agent unless it is None.
+      came: what the wait gave: a value, or an error that is raised in the agent.
     """
-    program, now = run.agent.program, Firing(runtime, run, new.path)
+    value, error = came.value, came.error
     if error is None and isinstance(value, Follow):
-        # Frames are copied before they go on, so that both states can have this one.
-        new.frame, new.line, new.waiting = state.frame, state.line, value.request
-        return now
-    token = current_firing.set(now)
+        # The agent's code does not go on, so both states can have this frame.
+        new.frame, new.context = state.frame, state.context
+        new.is_uncopied, new.is_followed = state.is_uncopied, True
+        new.line, new.waiting = state.line, value.request
+        new.course, state.course = state.course, None
+        return
     try:
-        assert state.frame is not None
-        frame = snapshot(state.frame, program)
-        came_to = program.send(frame, value) if error is None else program.throw(frame, error)
-        if isinstance(came_to, Returned):
-            new.finished, new.value, new.frame = True, came_to.value, frame
+        if isinstance(value, Went):
+            course, at = value.course, value.reached
+            new.is_followed = True
         else:
-            instruction = program.instructions[came_to.position]
-            new.line = instruction.line
-            new.frame = frame if _is_constant_frame(frame) else snapshot(frame, program)
-            new.waiting = Yielded(came_to.value) if instruction.is_yield else came_to.value
+            course, at = taken(run, state, now, again=value is AGAIN)
+            if at is None:
+                new.given = (value if is_constant(value) else private_copy(value)), error
+                at = course.go(now, value, error)
+            else:
+                new.is_followed = True
+        if isinstance(at, Returned):
+            new.finished, new.value = True, at.value
+            new.frame = course.code.frame if isinstance(course.code, Compiled) else None
+        else:
+            new.line, new.waiting = at.line, at.request
+            keep(run, new, course)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as raised:
-        new.error = raised
+        new.error, new.waiting = raised, None
     finally:
-        current_firing.reset(token)
-    return now
+        new.restored = now.restored
 
 
-_CONSTANT_TYPES = frozenset((*ATOMS, Handle, Agent))
-_RANGE_ITERATOR, _BUILTIN = type(iter(range(0))), type(len)
-
-
-def _is_constant_frame(frame: "Frame") -> bool:
-    """True if nothing in a frame can be changed from outside, so that it needs no copy.
-
-    The iterator of a loop over a range counts: no other name refers to it.
-    """
-    if frame.handling:
-        return False
-    for name, value in frame.items():
-        kind = type(value)
-        is_loop_counter = kind is _RANGE_ITERATOR and name[0] == "."
-        is_function = kind is _BUILTIN and isinstance(value.__self__, types.ModuleType)
-        if kind not in _CONSTANT_TYPES and not is_loop_counter and not is_function:
-            return False
-    return True
+def close_courses(run: AgentRun) -> None:
+    """Ends the code that waits in states which nothing will fire any more."""
+    for state in run.states:
+        course, state.course = state.course, None
+        if course is not None:
+            with contextlib.suppress(Exception):
+                course.context.run(course.code.close)
 
 
 def close_coroutines(runs: list[AgentRun]) -> None:

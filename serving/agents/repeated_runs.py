@@ -130,7 +130,13 @@ class SelfRefine(Paths):
         """The agent's first state, in the dialogue of a finished one and with feedback on it."""
         dialogue = (*state.dialogue, Message("user", self.feedback(state)))
         return State(
-            state.agent, state.run, (*state.path, 0), state, dialogue, frame=self._root.frame
+            state.agent,
+            state.run,
+            (*state.path, 0),
+            state,
+            dialogue,
+            frame=self._root.frame,
+            context=self._root.context,
         )
 
     def stop(self, reason: str) -> None:

@@ -1,5 +1,6 @@
 """The requests that agents wait for: `llm`, `tool` and the rest; and the interface of a model."""
 
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -94,12 +95,20 @@ class Chat:
         return self.returns.made(recorded) if self.returns else recorded
 
 
+driven: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "jaxshare_agents_driven", default=False
+)
+"""True while a coroutine of an agent runs, whose requests come to the runtime."""
+
+
 class _AgentOnly:
     """A request that only an agent can await, since the runtime handles its waits."""
 
     __slots__ = ()
 
     def __await__(self) -> Generator[Any, None, Any]:
+        if driven.get():
+            return (yield self)
         name = type(self).__name__.removeprefix("Child").lower()
         raise RuntimeError(
             f"a {name} is waited for outside an agent: decorate the function with @agent and run "
@@ -159,6 +168,9 @@ class Yielded:
 
     value: Any
 
+
+REQUESTS = (_AgentOnly, Yielded)
+"""Types of what an agent waits for that the runtime answers."""
 
 Content = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
 

@@ -26,6 +26,12 @@ class Host(Protocol):
     @property
     def journal(self) -> Any: ...
     @property
+    def max_agents(self) -> int: ...
+    @property
+    def max_depth(self) -> int: ...
+    @property
+    def runs(self) -> "list[AgentRun]": ...
+    @property
     def call_slots(self) -> asyncio.Semaphore | None: ...
     def clock(self) -> float: ...
     def resume(self, run: "AgentRun", value: Any) -> None: ...
@@ -47,6 +53,10 @@ class AgentError(RuntimeError):
 
 class RoundsError(AgentError):
     """A model calls tools again after as many answers with calls as `llm` allows."""
+
+
+class DivergedError(AgentError):
+    """An agent that was run again, to restore a state, did not do what it had done before."""
 
 
 class DeadlockError(AgentError):
@@ -137,6 +147,9 @@ class AgentRun:
         self.depth: int = parent.depth + 1 if parent else 0
         self.root = State(agent.name, id, ())
         self.states = [self.root]
+        # Copies of its arguments, for replays; or why there are none.
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.uncopied: Exception | None = None
         self.children: list[AgentRun] = []
         # Runs that end with this one, in the order in which it became their owner.
         self.owned: dict[AgentRun, None] = {}
@@ -165,12 +178,21 @@ class AgentRun:
 
 @dataclasses.dataclass(slots=True)
 class Firing:
-    """The piece of an agent's code that is running."""
+    """The piece of an agent's code that is running.
+
+    Attributes:
+      spawned, handles: the number of children that it has spawned so far, and they themselves.
+      replays: in a replay, the children that the agent spawned then and that were not met yet.
+      restored: how the fired state was restored; see `State.restored`.
+    """
 
     runtime: Host
     run: AgentRun
     path: tuple[int, ...]
     spawned: int = 0
+    handles: list[Handle] = dataclasses.field(default_factory=list)
+    replays: deque[Handle] | None = None
+    restored: str = "original"
 
 
 current_firing: contextvars.ContextVar[Firing | None] = contextvars.ContextVar(
@@ -196,15 +218,40 @@ def spawn(agent: Agent, /, *args: Any, **kwargs: Any) -> Handle:
         raise RuntimeError(
             f"spawn({agent.name}) outside an agent; run({agent.name}, ...) runs it by itself"
         )
-    return now.runtime.spawn(now, agent, args, kwargs, _calling_line())
+    if now.replays is None:
+        now.handles.append(now.runtime.spawn(now, agent, args, kwargs, _calling_line()))
+        return now.handles[-1]
+    if not now.replays or now.replays[0]._run.agent is not agent:
+        raise DivergedError(
+            f"agent {now.run.agent.name} was run again to restore a state, and spawns {agent.name} "
+            f"in line {_calling_line()}, which is not in its record; make a tool of what decides it"
+        )
+    return now.replays.popleft()
 
 
 def _calling_line() -> int:
     """The line in the agent's own code from which `spawn` was called, directly or by a helper."""
     frame = sys._getframe(2)
-    while frame.f_back and frame.f_back.f_code.co_filename != program.__file__:
+    while frame.f_back and frame.f_back.f_code.co_filename not in _DRIVERS:
         frame = frame.f_back
     return frame.f_lineno
+
+
+_DRIVERS = {program.__file__, program.__file__.replace("compiler/program.py", "courses.py")}
+
+
+def check_limits(runtime: Host, agent: Agent, parent: AgentRun | None) -> None:
+    """Raises an AgentError if a run may not start one more, or not that deep."""
+    if parent and parent.depth + 1 > runtime.max_depth:
+        raise AgentError(
+            f"{parent.agent.name} spawns {agent.name} {runtime.max_depth} agents deep; if that is "
+            "meant, give the runtime a larger `deepest`"
+        )
+    if len(runtime.runs) >= runtime.max_agents:
+        raise AgentError(
+            f"there were {runtime.max_agents} agents already when {agent.name} was to be "
+            "spawned; if that is meant, give the runtime a larger `most_agents`"
+        )
 
 
 def conclusion(

@@ -16,7 +16,13 @@ from collections import deque
 from typing import Any
 
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.firings import close_coroutines, outcome, run_to_next_wait
+from jaxshare.serving.agents.courses import begun
+from jaxshare.serving.agents.firings import (
+    close_coroutines,
+    close_courses,
+    outcome,
+    run_to_next_wait,
+)
 from jaxshare.serving.agents.messages import (
     copy_for,
     deadlock_message,
@@ -35,6 +41,7 @@ from jaxshare.serving.agents.runs import (
     Firing,
     Handle,
     Judged,
+    check_limits,
     conclusion,
     numeric_score,
     spawn,
@@ -146,11 +153,11 @@ class Runtime:
         id: str,
         line: int,
     ) -> AgentRun:
-        self._check_limits(agent, parent)
+        check_limits(self, agent, parent)
         run = AgentRun(self, id, agent, supervisor_for_run(agent.supervisor), parent, line)
-        run.root.frame = agent.program.begin(
-            copy_for(args, run), copy_for(kwargs, run) if kwargs else {}
-        )
+        if parent:
+            args, kwargs = copy_for(args, run), copy_for(kwargs, run) if kwargs else {}
+        begun(run, run.root, args, kwargs)
         self.runs.append(run)
         if parent:
             parent.children.append(run)
@@ -165,18 +172,6 @@ class Runtime:
             self._end_by_supervisor_error(run, error)
         self._advance(run)
         return run
-
-    def _check_limits(self, agent: Agent, parent: AgentRun | None) -> None:
-        if parent and parent.depth + 1 > self.max_depth:
-            raise AgentError(
-                f"{parent.agent.name} spawns {agent.name} {self.max_depth} agents deep; if that is "
-                "meant, give the runtime a larger `deepest`"
-            )
-        if len(self.runs) >= self.max_agents:
-            raise AgentError(
-                f"there were {self.max_agents} agents already when {agent.name} was to be "
-                "spawned; if that is meant, give the runtime a larger `most_agents`"
-            )
 
     def _advance(self, run: AgentRun) -> None:
         """Fires the states that the supervisor names; ends the run if it is over."""
@@ -233,6 +228,7 @@ class Runtime:
             run.timer.cancel()
         for task in run.tasks:
             task.cancel()
+        close_courses(run)
         if accepted and run.owner:
             copy_for(accepted.value, run.owner)  # moves the children whose handles it returns
         for child in list(run.owned):
@@ -243,7 +239,7 @@ class Runtime:
         if error is not None and run.parent and not run.cancelled:
             error.add_note(
                 f"in agent {run.agent.name}, spawned by {run.parent.agent.name} in line "
-                f"{run.spawned_in} of {run.parent.agent.program.file}"
+                f"{run.spawned_in} of {run.parent.agent.file}"
             )
         arrival = Arrival(accepted and accepted.value, error)
         for listener in run.listeners:
@@ -294,13 +290,15 @@ class Runtime:
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
+        now = Firing(self, run, new.path, handles=new.spawned)
         if state.waiting is None:
-            self._run_code(run, state, new, None, None)
+            self._run_code(run, state, new, now, Arrival())
         elif (arrival := state.arrived) is not None:
-            self._run_code(run, state, new, copy_for(arrival.value, run), arrival.error)
+            arrival = Arrival(copy_for(arrival.value, run), arrival.error)
+            self._run_code(run, state, new, now, arrival)
         else:
             task = asyncio.Task(
-                self._await_and_run_code(run, state, new), loop=self._loop, eager_start=True
+                self._await_and_run_code(run, state, new, now), loop=self._loop, eager_start=True
             )
             if not task.done():
                 run.tasks.add(task)
@@ -322,11 +320,13 @@ class Runtime:
         if not self.runs[0].done:
             self._end(self.runs[0], error=error)
 
-    async def _await_and_run_code(self, run: AgentRun, state: State, new: State) -> None:
+    async def _await_and_run_code(
+        self, run: AgentRun, state: State, new: State, now: Firing
+    ) -> None:
         """Fires a state that waits for something outside the agents."""
         value, failure = None, None
         try:
-            value, messages = await outcome(self, run, state, new.path)
+            value, messages = await outcome(self, run, state, now)
             if messages:
                 new.dialogue = (*state.dialogue, *messages)
         except UsedUpError as error:
@@ -343,13 +343,13 @@ class Runtime:
         except BaseException as error:
             failure = error
         if not run.done:
-            self._run_code(run, state, new, value, failure)
+            self._run_code(run, state, new, now, Arrival(value, failure))
 
     def _run_code(
-        self, run: AgentRun, state: State, new: State, value: Any, error: BaseException | None
+        self, run: AgentRun, state: State, new: State, now: Firing, came: Arrival
     ) -> None:
         """Runs the agent's code from a state to the next, and has that judged and committed."""
-        now = run_to_next_wait(self, run, state, new, value, error)
+        run_to_next_wait(run, state, new, now, came)
         register_wait(run, new)
         new.times = (new.times[0], self.clock())
         self._judge(run, new, now)

@@ -70,6 +70,7 @@ class LoggedState:
       value: the value of a finished state, or the error, as text.
       began, ended: start and end of the firing that led to it, in seconds since the runtime's
         start.
+      restored: how the fired state was restored: "original", "copy" or "replay"; see `State`.
     """
 
     path: tuple[int, ...]
@@ -82,6 +83,7 @@ class LoggedState:
     value: str | None
     began: float
     ended: float
+    restored: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +226,7 @@ def _logged_state(state: State, accepted_path: Mapping[tuple[int, ...], State]) 
         state.fired,
         None if value is None and not state.finished else _short(value),
         *state.times,
+        state.restored,
     )
 
 

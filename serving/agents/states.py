@@ -1,5 +1,6 @@
 """States of an agent, and supervisors, which decide what to fire next (Hive, section 5.1.1)."""
 
+import contextvars
 import copy
 import dataclasses
 import math
@@ -37,8 +38,16 @@ class State:
       score: the score given by the supervisor's value function, or None.
       fired: number of its firings.
       times: start and end of the firing that led to it, in seconds since the runtime's start.
-      frame: the agent's variables and position in its code.
+      frame: a copy of the agent's variables and position in its code, if one can be made.
       arrived: the outcome of a wait for another agent, once there.
+      restored: how the parent was restored for the firing that led here: "original" (its own
+        frame went on), "copy" or "replay"; "" for the first state.
+      course: the code that waits here, a `jaxshare.serving.agents.courses.Course`, until a firing has taken it.
+      context: its context variables, for copies.
+      is_uncopied: whether its frame cannot be copied.
+      is_followed: whether the agent's own code has not gone on in the firing that led here.
+      given: the value or the error that the firing gave to the agent, for replays.
+      spawned: handles of the children that the firing spawned.
     """
 
     agent: str
@@ -56,6 +65,13 @@ class State:
     times: tuple[float, float] = (0.0, 0.0)
     frame: "Frame | None" = dataclasses.field(default=None, repr=False)
     arrived: "Arrival | None" = dataclasses.field(default=None, repr=False)
+    restored: str = ""
+    course: Any = dataclasses.field(default=None, repr=False)
+    context: contextvars.Context | None = dataclasses.field(default=None, repr=False)
+    is_uncopied: bool = False
+    is_followed: bool = False
+    given: tuple[Any, BaseException | None] = (None, None)
+    spawned: list[Any] = dataclasses.field(default_factory=list, repr=False)
 
     @property
     def ended(self) -> bool:
@@ -74,9 +90,15 @@ class State:
 
     @property
     def variables(self) -> Mapping[str, Any]:
-        """A read-only view of the agent's variables."""
+        """A read-only view of the agent's variables.
+
+        There are none once a state has been fired that cannot be copied.
+        """
+        held = self.frame
+        if held is None:
+            held = self.course.code.variables if self.course else {}
         return types.MappingProxyType(
-            {name: value for name, value in (self.frame or {}).items() if "." not in name}
+            {name: value for name, value in held.items() if "." not in name}
         )
 
     def __repr__(self) -> str:

@@ -218,7 +218,7 @@ def _arguments(module: types.ModuleType, options: argparse.Namespace) -> Sequenc
         else options.args
     )
     try:
-        module.AGENT.program.signature.bind(*args)
+        module.AGENT.signature.bind(*args)
     except TypeError as error:
         raise ValueError(
             f"the agent {module.AGENT.name} of {options.file} does not take these arguments "
@@ -341,7 +341,7 @@ def _waiting_place(error: BaseException, runs: Sequence[AgentRun]) -> Place | No
             if state.error is error and (
                 line := state.line or (state.parent.line if state.parent else 0)
             ):
-                return Place(run.agent.program.file, line, None, run.agent.name)
+                return Place(run.agent.file, line, None, run.agent.name)
     return None
 
 

@@ -10,13 +10,15 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxshare.serving.agents.compiler.frames import (
     CONSTANT,
     FLAT,
     FRAME,
+    OUTSIDE,
+    STRICT,
     Cells,
     Closure,
     Frame,
@@ -83,7 +85,9 @@ class Program:
         except TypeError as error:
             raise TypeError(f"{self.name}() {error}") from None
         bound.apply_defaults()
-        return Frame(dict(bound.arguments), self.cells)
+        frame = Frame(dict(bound.arguments), self.cells)
+        frame.outside = frozenset(map(id, _functions(bound.arguments, set())))
+        return frame
 
     def send(self, frame: Frame, value: Any) -> Waiting | Returned:
         """Continues after a wait with its value; a new run ignores the value."""
@@ -172,16 +176,36 @@ def _as_raised_by_python(error: BaseException, yields: bool) -> BaseException:
     return error
 
 
+def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+    """The functions in an agent's arguments, and in the lists, dictionaries and objects there."""
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif type(value) not in CONSTANT and id(value) not in seen:
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            parts: Iterable[Any] = list(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            parts = list(value)
+        else:
+            parts = list(getattr(value, "__dict__", {}).values())
+        for part in parts:
+            yield from _functions(part, seen)
+
+
 class UncopyableError(TypeError):
     """A variable of an agent cannot be copied, so the agent's state cannot be fired repeatedly."""
 
 
-def snapshot(frame: Frame, program: Program) -> Frame:
+def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
     """A copy of a frame; later changes to one are invisible to the other.
 
     The copy shares modules, classes, functions from outside the agent with all that they hold,
     exceptions, JAX arrays, objects whose `__deepcopy__` returns themselves, and values that a
     stopped expression found by a name outside the agent.
+
+    Args:
+      strict: refuse exceptions, functions with variables of their own and what weak references
+        refer to, in which two copies could be told from one.
 
     Raises:
       UncopyableError: a variable cannot be copied; the message names it.
@@ -190,7 +214,11 @@ def snapshot(frame: Frame, program: Program) -> Frame:
     copied, live = frame.empty(), wait.live
     # A frame made by this function is never changed, so its flat lists are still flat.
     memo: dict[Any, Any] = {id(each): each[:] for each in frame.flat}
-    memo[id(frame)], memo[FLAT] = copied, []
+    memo[id(frame)], memo[FLAT], memo[OUTSIDE] = copied, [], frame.outside
+    if strict:
+        memo[STRICT] = True
+        if frame.handling:
+            raise UncopyableError(f"agent {program.name} waits in an except clause")
     for name, value in frame.items():
         if "." in name and name not in live:
             continue
@@ -222,16 +250,7 @@ def compiled(function: Callable[..., Any]) -> Program:
       TypeError: it is not an async def.
       RefusedError: it has something that cannot be compiled; the error has the file and the line.
     """
-    if not inspect.isfunction(function) or not (
-        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-    ):
-        name = getattr(function, "__qualname__", repr(function))
-        if isinstance(function, Closure):
-            raise TypeError(
-                f"agent {name} is defined in an agent whose variables it uses; give it what it "
-                "needs as arguments"
-            )
-        raise TypeError(f"an agent is a function written with async def, and {name} is not")
+    check_function(function)
     code = function.__code__
     tree = _syntax_tree(function)
     cells = Cells(code.co_freevars, function.__closure__ or ())
@@ -246,6 +265,20 @@ def compiled(function: Callable[..., Any]) -> Program:
         lowered.temporaries,
         frozenset(lowered.outside),
     )
+
+
+def check_function(function: Any) -> None:
+    """Raises a TypeError for what is not an async def."""
+    if not inspect.isfunction(function) or not (
+        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    ):
+        name = getattr(function, "__qualname__", repr(function))
+        if isinstance(function, Closure):
+            raise TypeError(
+                f"agent {name} is defined in an agent whose variables it uses; give it what it "
+                "needs as arguments"
+            )
+        raise TypeError(f"an agent is a function written with async def, and {name} is not")
 
 
 def _syntax_tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:

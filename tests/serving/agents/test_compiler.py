@@ -355,7 +355,7 @@ def test_what_cannot_be_copied_is_named(body):
             snapshot(frame, program)
 
 
-def test_a_cache_over_an_agents_variables_is_refused():
+def test_a_cache_over_an_agents_variables_cannot_be_copied():
     import functools
 
     async def agent(n):
@@ -366,8 +366,11 @@ def test_a_cache_over_an_agents_variables_is_refused():
         await ask(plus(1))
 
     program = compiled(agent)
+    frame = program.begin((1,), {})
+    went = program.send(frame, None)
+    assert isinstance(went, Waiting) and went.value.value == 2
     with pytest.raises(
-        TypeError,
-        match=r"functools.cache on plus, which uses an agent's variables.*define it outside",
+        UncopyableError,
+        match=r"the variable plus holds a _lru_cache_wrapper.*functools.cache; define it outside",
     ):
-        program.send(program.begin((1,), {}), None)
+        snapshot(frame, program)

@@ -407,7 +407,7 @@ async def child(text):
     number = (
         parsed(text))
     return number
-@agent
+@agent(restore="copy")
 async def main(what, text="x"):
     if what == "child":
         return await spawn(child, text).result()
