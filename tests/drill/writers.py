@@ -17,6 +17,7 @@ from jaxshare.serving.evaluation import plot
 from jaxshare.serving.evaluation.folder import RUNS, SCORES, TABLE
 from jaxshare.serving.evaluation.judge import Grading
 from tests.core.trace.test_trace import random_session
+from tests.drill import server_writers
 from tests.drill.disk_faults import Writer
 from tests.drill.kinds import quietly, random_journal, random_log, random_snapshot, words
 from tests.serving.cli.test_batch import LINES, job_in
@@ -187,6 +188,8 @@ JOBS: dict[str, Make] = {
     "batch job that goes on": lambda folder, rng: batch_job(folder, rng, rng.randrange(2, 8)),
     "evaluation": evaluation,
     "gradings": _gradings,
+    "batch over HTTP": server_writers.batch_over_http,
+    "upload": server_writers.upload,
 }
 """What is written bit by bit, and goes on after a fault."""
 

@@ -92,10 +92,12 @@ class FileStore:
             make_folder(self._folder)
             make_folder(self.batches)
             self._read()
-        except OSError as error:
+        except BaseException as error:
             self._lock.release()
+            if not isinstance(error, OSError):
+                raise
             raise ValueError(
-                f"--files-folder {folder} cannot be used ({reason(error)}); {_OTHER}"
+                f"--files-folder {folder} cannot be written ({reason(error)}); {_OTHER}"
             ) from error
 
     def _read(self) -> None:

@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
 from jaxshare.serving.http.batches import batch as states
 from jaxshare.serving.http.batches.answering import answer
@@ -26,6 +27,8 @@ _MOST_OPEN = 64
 """The most batches that have not ended."""
 _MOST_KEPT = 10_000
 """The most batches whose facts are kept."""
+_AGAIN_SECONDS = 10.0
+"""The time between two tries to make files of answers."""
 _EXPIRED = ("batch_expired", "the completion window ended before this line was run")
 
 
@@ -184,6 +187,12 @@ class Batches:
                 await self._answer_all(batch, run)
         except _InterruptedError:
             pass  # by the end of the server: it goes on with the next start
+        except OSError as error:
+            _log.error("a batch cannot begin: %s", error)
+            batch.fail("storage_failed", "it could not be written; the log has the reason")
+            with contextlib.suppress(OSError):
+                batch.enter(states.FAILED, folder)
+            batch.status = states.FAILED
         except Exception:
             _log.exception("a batch has failed")
             batch.fail("internal_error", "the server has failed; its log has the reason")
@@ -225,12 +234,12 @@ class Batches:
             try:
                 await self._collect(batch, run, answers)
                 answers.name_files()
-                await asyncio.to_thread(answers.sync)
-                batch.enter(states.FINALIZING, files.batches)
+                await _until_written(answers.sync)
+                await _until_written(batch.enter, states.FINALIZING, files.batches)
             finally:
                 answers.close()
-        await asyncio.to_thread(publish, batch, files)
-        batch.enter(batch.end, files.batches)
+        await _until_written(publish, batch, files)
+        await _until_written(batch.enter, batch.end, files.batches)
 
     async def _collect(self, batch: Batch, run: _BatchRun, answers: BatchAnswers) -> None:
         """Runs lines, and says in which state the batch is to end."""
@@ -303,6 +312,16 @@ class Batches:
                     line = read_line(number, text.rstrip(b"\r\n"), batch.endpoint)
                     if line.custom_id not in answers.done:
                         yield line
+
+
+async def _until_written(work: Callable[..., None], *args: Any) -> None:
+    """Does something with the disk, again and again while that fails: no answer is lost to it."""
+    while True:
+        try:
+            return await asyncio.to_thread(work, *args)
+        except OSError as error:
+            _log.error("the answers of a batch cannot become files yet: %s", error)
+        await asyncio.sleep(_AGAIN_SECONDS)
 
 
 class _InterruptedError(Exception):
