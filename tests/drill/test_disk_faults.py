@@ -142,6 +142,6 @@ def test_a_checkpoint_that_is_too_large_for_its_disk_leaves_the_one_before_it(tm
 
 
 @pytest.mark.parametrize(("kind", "least"), [("batch over HTTP", 20), ("upload", 6)])
-def test_what_the_server_writes_survives_every_fault(tmp_path, kind, least):
-    errors = (errno.ENOSPC, SHORT, POWER_LOSS)
+@pytest.mark.parametrize("errors", mostly_slow([(errno.ENOSPC,), (*ERRORS[1:], SHORT, POWER_LOSS)]))
+def test_what_the_server_writes_survives_every_fault(tmp_path, kind, least, errors):
     assert each_fault(WRITERS[kind](tmp_path, random.Random(0)), errors) > least * len(errors)
