@@ -428,6 +428,7 @@ def naive_logits(params, trace: Trace, lists: Lists):
     return norm(x, p["norm"]["scale"]) @ p["head"]["kernel"].T
 
 
+@pytest.mark.slow
 def test_gradients_of_a_loss_over_two_traces_of_different_lengths():
     """Compares gradients of all parameters for a training loss.
 

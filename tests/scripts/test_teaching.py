@@ -544,6 +544,7 @@ def test_packed_lessons_see_themselves_alone(drawn):
     ]
 
 
+@pytest.mark.slow
 def test_pairs_give_the_logits_of_the_core(model, drawn):
     pairs = pair_attention
     packed = lessons.pack(drawn[:3])

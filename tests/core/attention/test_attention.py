@@ -312,6 +312,7 @@ SOME_LENGTHS = st.sampled_from([0, 0, 1, 2, 5, 17, 64, 65, 300])
 
 @settings(max_examples=25)
 @given(cases(MANY_BLOCKS, lengths=SOME_LENGTHS))
+@pytest.mark.slow
 def test_one_to_forty_blocks_of_one_kv_head(case):
     # The reference unrolls every block of every row: it takes a minute to compile, and numpy judges
     # as well.

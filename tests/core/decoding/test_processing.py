@@ -92,6 +92,7 @@ def test_processors_see_the_whole_vocabulary_where_devices_have_parts_of_it():
     np.testing.assert_array_equal(np.asarray(one[1].states[1]["calls"]), [0, 0, 1, 0])
 
 
+@pytest.mark.slow
 def test_dispatches_of_few_passes_and_of_few_rows_give_the_same():
     expected = whole_run()
     state = state_of(SAMPLERS)

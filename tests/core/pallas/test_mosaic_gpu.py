@@ -93,6 +93,7 @@ def test_more_queries_than_a_warpgroup_takes():
     check(WIDE, case([[0, n] for n in range(1, 6)], [1] * 5, [300, 5, 0, 64, 1, 17], gaps=[1] * 6))
 
 
+@pytest.mark.slow
 def test_pending_tokens_are_causal_in_their_own_block():
     check(PENDING, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
 

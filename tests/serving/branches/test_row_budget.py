@@ -110,7 +110,10 @@ def test_keys_and_values_that_bound_the_rows_are_named():
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("sampler", [Sampler(0.7), Sampler(0.7, repetition_penalty=1.2)])
+@pytest.mark.parametrize(
+    "sampler",
+    [Sampler(0.7), pytest.param(Sampler(0.7, repetition_penalty=1.2), marks=pytest.mark.slow)],
+)
 def test_what_a_row_takes_is_what_the_compiled_loop_holds(monkeypatch, sampler, kernels):
     """Logits are nearly all of it where the vocabulary is large.
 

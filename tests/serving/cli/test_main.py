@@ -53,6 +53,7 @@ def test_generate_prints_completions(capsys):
     assert "47+38" in out
 
 
+@pytest.mark.slow
 def test_generate_says_what_it_chose_and_warns_of_equal_texts(shallow):
     """On stderr, in plain sentences, as a user's own process shows them."""
     done = subprocess.run(

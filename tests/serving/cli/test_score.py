@@ -41,6 +41,7 @@ def expected(prefix: str, candidate: str) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 def test_json_has_the_scores_of_each_line(capsys, folder, file):
     given = "--prefix", PREFIX, "--candidates", file, "--top-logprobs", "2", "--json"
     code, out, _ = run(capsys, folder, *given)

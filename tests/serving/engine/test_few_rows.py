@@ -61,6 +61,7 @@ def test_texts_are_the_same_from_either_program(dispatched):
     assert again == drawn[8]
 
 
+@pytest.mark.slow
 def test_after_a_warm_up_it_is_compiled_and_a_session_writes_what_it_writes_alone(dispatched):
     settings = dict(names=("Alice", "Bob"), budget=24, seed=1)
     with Workers(one_layer(), PROMPT, **settings) as session:

@@ -215,6 +215,7 @@ register_logits_processor("only", only, parameters={"token": 5})
 """
 
 
+@pytest.mark.slow
 def test_processors_and_processed_log_probabilities_on_the_command_line(
     capsys, tmp_path, monkeypatch
 ):

@@ -148,6 +148,7 @@ def test_samples_are_the_same_whatever_runs_beside_them():
     assert texts(ROWS, 3) == texts(1, 0)
 
 
+@pytest.mark.slow
 def test_the_small_program_gives_the_same_texts():
     with Engine(MODEL, max_rows=16, passes=4) as engine:
         engine.warm_up()
@@ -184,6 +185,7 @@ def test_a_row_whose_processor_leaves_nothing_ends_with_an_error_alone(engine):
         bad.wait()
 
 
+@pytest.mark.slow
 def test_workers_write_with_processors_what_they_write_on_an_engine(tmp_path):
     """And what they write on after a save."""
     problem, more = "1. 47 + 38\n2. 12 * 3", {"names": ("Alice", "Bob"), "budget": 24, "seed": 1}

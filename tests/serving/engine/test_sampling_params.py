@@ -196,8 +196,9 @@ def test_what_no_request_uses_takes_no_place():
     "params",
     [
         Sampler(repetition_penalty=1.3, temperature=0.7),
-        Sampler(0.7, no_repeat_ngram_size=2),
-        Sampler(0.7, bad_words=((3, 4),)),  # and what is written without
+        pytest.param(Sampler(0.7, no_repeat_ngram_size=2), marks=pytest.mark.slow),
+        # and what is written without
+        pytest.param(Sampler(0.7, bad_words=((3, 4),)), marks=pytest.mark.slow),
     ],
 )
 def test_workers_write_under_penalties_what_they_write_on_an_engine(params):

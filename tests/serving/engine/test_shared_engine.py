@@ -217,6 +217,7 @@ def test_a_full_queue_waits_and_a_request_too_long_beside_sessions_is_refused_in
     assert one == other
 
 
+@pytest.mark.slow
 def test_sessions_of_several_threads_write_what_they_write_alone():
     problems = ("1. 17 + 25", "1. 6 * 7")
 

@@ -50,6 +50,7 @@ def test_after_a_warm_up_no_request_waits_for_the_compiler(logits_cache):
         engine.warm_up()
 
 
+@pytest.mark.slow
 def test_a_session_generate_and_an_engine_share_their_programs():
     jax.clear_caches()
     with counted_compiles() as compiled:

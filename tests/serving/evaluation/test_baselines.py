@@ -343,6 +343,7 @@ def test_a_budget_counts_over_all_stages():
     )
 
 
+@pytest.mark.slow
 def test_an_outline_without_points_is_dropped():
     result = skeleton_of_thought(scripted(["1.", "\n\nNow"]), "Solve it.", budget=40)
     assert result.names == ("outline", "main") and result.texts == {

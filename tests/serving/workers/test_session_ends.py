@@ -180,6 +180,7 @@ def test_a_step_may_use_all_the_room_that_there_is_for_what_moves():
     assert again.steps[1].tokens
 
 
+@pytest.mark.slow
 def test_a_long_step_goes_on_after_a_save(tmp_path):
     whole, halves = session(), session()
     go(whole, 500)
