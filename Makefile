@@ -137,9 +137,9 @@ clean: ## remove what make has made: environments, caches, builds
 	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-others .venv-llama .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/bin/python:
+.venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python:
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
-	echo "making .venv with $$python" && "$$python" -m venv --clear .venv
+	echo "making $(@:/bin/python=) with $$python" && "$$python" -m venv --clear $(@:/bin/python=)
 
 $(RUNTIME): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare into .venv"
@@ -155,10 +155,6 @@ $(DEV): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare and its tools into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@ $(RUNTIME) $(SERVE)
-
-.venv-gpu/bin/python:
-	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
-	echo "making .venv-gpu with $$python" && "$$python" -m venv --clear .venv-gpu
 
 $(GPU_ENV): pyproject.toml .venv-gpu/bin/python
 	@echo "installing jaxshare and what compiles for a GPU into .venv-gpu"
@@ -185,10 +181,6 @@ $(TORCH_ENV): scripts/make_torch_env.sh
 	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' safetensors sentencepiece protobuf
 	@touch $@
 
-.venv-lm-eval/bin/python:
-	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
-	echo "making .venv-lm-eval with $$python" && "$$python" -m venv --clear .venv-lm-eval
-
 $(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python
 	@echo "installing jaxshare and lm_eval into .venv-lm-eval"
 	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval,serve]'
@@ -197,10 +189,6 @@ $(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python
 $(LM_EVAL_HF_ENV): scripts/make_torch_env.sh
 	@scripts/make_torch_env.sh .venv-lm-eval-hf '$(TORCH)' 'lm_eval[hf]>=0.4.13,<0.5' 'transformers>=5,<6'
 	@touch $@
-
-.venv-others/bin/python:
-	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
-	echo "making .venv-others with $$python" && "$$python" -m venv --clear .venv-others
 
 $(OTHERS_ENV): pyproject.toml .venv-others/bin/python
 	@echo "installing jaxshare, Ray Serve and clients of the server into .venv-others"

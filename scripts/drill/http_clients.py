@@ -1,5 +1,6 @@
 """Clients of a server, of which some are right, and others vanish, say nonsense or read slowly."""
 
+import contextlib
 import functools
 import http.client
 import json
@@ -7,7 +8,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxshare import SamplingParams
@@ -158,6 +159,17 @@ def _leave(client: socket.socket, rng: random.Random) -> None:
     client.close()
 
 
+@contextlib.contextmanager
+def _leaving(client: socket.socket, rng: random.Random) -> Iterator[None]:
+    """A client that leaves in the end, and before it where the server closes the connection."""
+    try:
+        yield
+    except OSError:
+        pass
+    finally:
+        _leave(client, rng)
+
+
 def vanishing(port: int, rng: random.Random) -> int:
     """A client that goes away before its answer, in the midst of it, or of its own request."""
     data = _long(rng.random() < 0.7, rng.choice((1, 1, 3)))
@@ -166,29 +178,21 @@ def vanishing(port: int, rng: random.Random) -> int:
     client = _connected(port, data)
     left = rng.choice((0, 0, 1, 500, 5000))
     client.settimeout(rng.random())
-    try:
+    with _leaving(client, rng):
         while left > 0 and (part := client.recv(min(left, 4096))):
             left -= len(part)
         time.sleep(rng.random() * 0.2)
-    except OSError:
-        pass
-    finally:
-        _leave(client, rng)
     return 1
 
 
 def slow(port: int, rng: random.Random) -> int:
     """A client that reads a few bytes now and then, and leaves."""
     client = _connected(port, _long(True, 3), buffer=2048)
-    try:
+    with _leaving(client, rng):
         for _ in range(rng.randrange(1, 20)):
             if not client.recv(rng.randrange(1, 64)):
                 break
             time.sleep(rng.random() * 0.1)
-    except OSError:
-        pass
-    finally:
-        _leave(client, rng)
     return 1
 
 

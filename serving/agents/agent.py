@@ -9,7 +9,12 @@ from typing import Any, Literal, overload
 from jaxshare.argument_checks import shown
 from jaxshare.serving.agents.compiler.flow_graph import FlowGraph
 from jaxshare.serving.agents.compiler.frames import shared
-from jaxshare.serving.agents.compiler.program import Program, check_function, compiled
+from jaxshare.serving.agents.compiler.program import (
+    Program,
+    bound_arguments,
+    check_function,
+    compiled,
+)
 from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.states import Single, Supervisor
 
@@ -21,8 +26,8 @@ class Agent:
     Attributes:
       name: the function's name.
       function: the function itself.
-      program: the compiled function; None if states are always restored by replay.
-      refusal: why it is not compiled, if it cannot be.
+      program: the compiled function; None if states are always restored by replay, by choice or
+        because it cannot be compiled.
       restore: "copy" or "replay", the only way in which a state is restored; None for a copy where
         there can be one, and else a replay.
       supervisor: the pattern that the supervisor of each run is copied from.
@@ -37,14 +42,12 @@ class Agent:
         check_function(function)
         self.function, self.restore = function, restore
         self.program: Program | None = None
-        self.refusal: RefusedError | None = None
         if restore == "copy" or (restore is None and not depends_on_identity(function)):
             try:
                 self.program = compiled(function)
-            except RefusedError as error:
+            except RefusedError:
                 if restore == "copy":
                     raise
-                self.refusal = error
         self.supervisor = supervisor
         functools.update_wrapper(self, function)
         self.name = function.__name__
@@ -78,10 +81,7 @@ class Agent:
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises a TypeError for arguments that do not fit the function."""
-        try:
-            self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.name}() {error}") from None
+        bound_arguments(self.name, self.signature, args, kwargs)
 
     def under(self, supervisor: Supervisor) -> "Agent":
         """The same agent with another supervisor."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import dataclasses
+import os
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -237,7 +238,8 @@ def _calling_line() -> int:
     return frame.f_lineno
 
 
-_DRIVERS = {program.__file__, program.__file__.replace("compiler/program.py", "courses.py")}
+_DRIVERS = {program.__file__, os.path.join(os.path.dirname(__file__), "courses.py")}
+"""The files whose code runs that of agents."""
 
 
 def check_limits(runtime: Host, agent: Agent, parent: AgentRun | None) -> None:

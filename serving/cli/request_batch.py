@@ -27,7 +27,7 @@ from jaxshare.serving.cli import arguments, batch_output
 from jaxshare.serving.cli.batch_output import AGAIN, OTHER
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.engine import Engine
-from jaxshare.serving.http.batches.lines import BatchLine, LineError, is_batch_line, read_line
+from jaxshare.serving.http.batches.lines import BatchLine, is_batch_line, read_lines
 from jaxshare.serving.identity import identity
 from jaxshare.serving.locks import OutputLock
 
@@ -129,7 +129,7 @@ def _check(options: argparse.Namespace, sampling: Mapping[str, Any]) -> None:
             f"--{given[0].replace('_', '-')} is given, but the lines of {options.input} have "
             "OpenAI's form, whose bodies say it; leave it out"
         )
-    if options.data != 1 or getattr(options, "replicas", None) or getattr(options, "ray", None):
+    if options.data != 1 or options.replicas or options.ray:
         raise ValueError(
             "lines of OpenAI's form run on one engine; leave out --data and --ray, or split "
             "the input"
@@ -146,24 +146,14 @@ def _check(options: argparse.Namespace, sampling: Mapping[str, Any]) -> None:
 
 def _read_lines(data: bytes) -> tuple[list[BatchLine], list[dict[str, Any]]]:
     """The lines of the input, and the bad ones, which are named on stderr."""
-    lines: dict[str, BatchLine] = {}
-    bad_lines = []
-    for number, text in enumerate(data.split(b"\n"), 1):
-        if not text.strip():
-            continue
-        try:
-            line = read_line(number, text)
-            if first := lines.get(line.custom_id):
-                raise LineError(
-                    number,
-                    "duplicate_custom_id",
-                    f"custom_id is that of line {first.number}, too; each line needs its own",
-                )
-            lines[line.custom_id] = line
-        except LineError as error:
-            bad_lines.append({"line": number, "error": str(error)})
-            print(f"line {number}: {error}", file=sys.stderr)
-    return [*lines.values()], bad_lines
+    lines, bad_lines = [], []
+    for found in read_lines(data.split(b"\n"), None):
+        if isinstance(found, BatchLine):
+            lines.append(found)
+        else:
+            bad_lines.append({"line": found.number, "error": str(found)})
+            print(f"line {found.number}: {found}", file=sys.stderr)
+    return lines, bad_lines
 
 
 def _read_done(

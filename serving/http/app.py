@@ -96,7 +96,8 @@ def create_endpoints(service: Service) -> FastAPI:
     app.state.service = service
     settings = service.settings
     app.state.responses = ResponseStore(settings.max_responses, settings.max_response_bytes)
-    app.state.batches = Batches(service, app.state.responses)
+    files = service.files
+    app.state.batches = files and Batches(service, app.state.responses, files)
     app.state.observer, app.state.trees = Observer(service), TreeStore()
     errors.add_handlers(app)
     for router in ROUTERS:

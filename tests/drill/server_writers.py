@@ -125,7 +125,7 @@ def _serve(folder: Path, faulty: bool = False) -> None:
 
 async def _run(store: FileStore, faulty: bool) -> None:
     service = Service(ScriptedEngine(answers=["Yes."]), ServerSettings(("tiny",)), store)
-    batches = Batches(service, ResponseStore(8, 10**6))
+    batches = Batches(service, ResponseStore(8, 10**6), store)
     try:
         batches.start()
         tasks = [run.task for run in batches._runs.values() if run.task]

@@ -74,16 +74,9 @@ class Program:
     def name(self) -> str:
         return self.function.__name__
 
-    @property
-    def file(self) -> str:
-        return self.function.__code__.co_filename
-
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
         """The frame of a new run; a TypeError if the arguments do not fit the function."""
-        try:
-            bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.name}() {error}") from None
+        bound = bound_arguments(self.name, self.signature, args, kwargs)
         bound.apply_defaults()
         frame = Frame(dict(bound.arguments), self.cells)
         frame.outside = frozenset(map(id, _functions(bound.arguments, set())))
@@ -174,6 +167,16 @@ def _as_raised_by_python(error: BaseException, yields: bool) -> BaseException:
         made.__cause__ = made.__context__ = error
         return made
     return error
+
+
+def bound_arguments(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a function by name; a TypeError if they do not fit it."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}() {error}") from None
 
 
 def _functions(value: Any, seen: set[int]) -> Iterator[types.FunctionType]:

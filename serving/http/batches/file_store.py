@@ -8,9 +8,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from jaxshare.paths import make_folder, reason, sync_folder, whole_file
 from jaxshare.serving.errors import InUseError
@@ -222,10 +222,7 @@ class FileStore:
 
     def list(self, owner: str) -> list[StoredFile]:
         """Returns the files of a key, the newest first."""
-        mine = [each for each in reversed([*self._files.values()]) if each.owner == owner]
-        return sorted(
-            mine, key=lambda each: each.created_at, reverse=True
-        )  # of a second: as they came
+        return newest_first([*self._files.values()], owner)
 
     def open(self, file: StoredFile) -> BinaryIO:
         """Opens the content of a file.
@@ -262,7 +259,7 @@ class Upload:
     def __init__(self, store: FileStore, identity: str, path: Path):
         self._store, self._identity, self._path = store, identity, path
         self._size, self._is_complete = 0, False
-        self._file = _on_disk(lambda: path.open("xb"))
+        self._file = on_disk(lambda: path.open("xb"))
 
     def write(self, data: bytes) -> None:
         """Writes a part.
@@ -272,7 +269,7 @@ class Upload:
         """
         self._store.take(len(data))
         self._size += len(data)
-        _on_disk(lambda: self._file.write(data))
+        on_disk(lambda: self._file.write(data))
 
     def complete(self, filename: str, purpose: str, owner: str) -> StoredFile:
         """Brings it to the disk, and makes it known.
@@ -292,7 +289,7 @@ class Upload:
             self._file.close()
             self._store.add(made)
 
-        _on_disk(finish)
+        on_disk(finish)
         self._is_complete = True
         return made
 
@@ -306,8 +303,27 @@ class Upload:
             self._path.unlink(missing_ok=True)
 
 
-def _on_disk[Value](work: Callable[[], Value]) -> Value:
+class Owned(Protocol):
+    """A thing that belongs to a key."""
+
+    @property
+    def owner(self) -> str: ...
+    @property
+    def created_at(self) -> int: ...
+
+
+def newest_first[Thing: Owned](found: Iterable[Thing], owner: str) -> list[Thing]:
+    """Returns what belongs to a key, the newest first; of one second, what came last."""
+    mine = [each for each in found if each.owner == owner]
+    return sorted(reversed(mine), key=lambda each: each.created_at, reverse=True)
+
+
+def on_disk[Value](work: Callable[[], Value], what: str = "file") -> Value:
     """Does something with the disk.
+
+    Args:
+      work: to be done.
+      what: is written.
 
     Raises:
       ApiError: it has failed (507); the reason is in the log.
@@ -315,10 +331,10 @@ def _on_disk[Value](work: Callable[[], Value]) -> Value:
     try:
         return work()
     except OSError as error:
-        _log.error("a file could not be written: %s", error)
+        _log.error("a %s could not be written: %s", what, error)
         raise ApiError(
             507,
-            "the file could not be written; the log of the server has the reason",
+            f"the {what} could not be written; the log of the server has the reason",
             code="storage_failed",
         ) from error
 

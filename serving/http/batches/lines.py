@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jaxshare.serving import checksums
@@ -139,6 +139,37 @@ def read_line(number: int, text: bytes, endpoint: str | None = None) -> BatchLin
     return BatchLine(number, found["custom_id"], url, body)
 
 
+def read_lines(lines: Iterable[bytes], endpoint: str | None) -> Iterator[BatchLine | LineError]:
+    """Reads all lines of a file; yields each request, or what is wrong with its line.
+
+    Empty lines are left out.
+
+    Args:
+      lines: of the file.
+      endpoint: see `read_line`.
+    """
+    seen: dict[str, int] = {}
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = read_line(number, text.rstrip(b"\r\n"), endpoint)
+        except LineError as error:
+            yield error
+            continue
+        first = seen.setdefault(line.custom_id, number)
+        yield (
+            line
+            if first == number
+            else LineError(
+                number,
+                "duplicate_custom_id",
+                f"custom_id is that of line {first}, too; each line needs its own",
+                "custom_id",
+            )
+        )
+
+
 def check_lines(
     lines: Iterable[bytes],
     endpoint: str | None,
@@ -147,11 +178,10 @@ def check_lines(
     most_errors: int,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[int, list[LineError]]:
-    """Checks all lines of a file; empty ones are left out.
+    """Checks all lines of a file.
 
     Args:
-      lines: of the file.
-      endpoint: see `read_line`.
+      lines, endpoint: see `read_lines`.
       most_lines: that a batch may have.
       most_errors: that are collected.
       is_cancelled: looked at on the way; True ends the check.
@@ -159,30 +189,20 @@ def check_lines(
     Returns:
       The number of requests, and what is wrong.
     """
-    seen: dict[str, int] = {}
-    errors: list[LineError] = []
-    for number, text in enumerate(lines, 1):
-        if is_cancelled() or len(errors) >= most_errors:
+    count, errors = 0, list[LineError]()
+    for found in read_lines(lines, endpoint):
+        if is_cancelled():
             break
-        if not text.strip():
-            continue
-        try:
-            line = read_line(number, text.rstrip(b"\r\n"), endpoint)
-            first = seen.setdefault(line.custom_id, number)
-            if first != number:
-                raise LineError(
-                    number,
-                    "duplicate_custom_id",
-                    f"custom_id is that of line {first}, too; each line needs its own",
-                    "custom_id",
-                )
-            if len(seen) > most_lines:
-                errors.append(
-                    LineError(number, "too_many_lines", f"a batch has at most {most_lines} lines")
-                )
-                break
-        except LineError as error:
-            errors.append(error)
-    if not seen and not errors:
+        if isinstance(found, LineError):
+            errors.append(found)
+        elif count == most_lines:
+            why = f"a batch has at most {most_lines} lines"
+            errors.append(LineError(found.number, "too_many_lines", why))
+            break
+        else:
+            count += 1
+        if len(errors) >= most_errors:
+            break
+    if not count and not errors:
         errors.append(LineError(1, "empty_file", "the file has no line with a request"))
-    return len(seen), errors
+    return count, errors

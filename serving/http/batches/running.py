@@ -11,7 +11,7 @@ from typing import Any
 from jaxshare.serving.http.batches import batch as states
 from jaxshare.serving.http.batches.answering import answer
 from jaxshare.serving.http.batches.batch import Batch, BatchAnswers, publish, read_batch
-from jaxshare.serving.http.batches.file_store import INPUT
+from jaxshare.serving.http.batches.file_store import INPUT, FileStore, newest_first
 from jaxshare.serving.http.batches.lines import BatchLine, LineAnswer, check_lines, read_line
 from jaxshare.serving.http.endpoints.response_store import ResponseStore
 from jaxshare.serving.http.errors import ApiError, bad_request
@@ -51,10 +51,11 @@ class Batches:
     Args:
       service: that answers.
       stored: the responses of /v1/responses.
+      files: inputs and outputs.
     """
 
-    def __init__(self, service: Service, stored: ResponseStore):
-        self._service, self._stored, self._files = service, stored, service.files
+    def __init__(self, service: Service, stored: ResponseStore, files: FileStore):
+        self._service, self._stored, self._files = service, stored, files
         self._seed = service.settings.seed
         self._batches: dict[str, Batch] = {}
         self._runs: dict[str, _BatchRun] = {}
@@ -64,8 +65,6 @@ class Batches:
 
     def start(self) -> None:
         """Reads the batches of the folder, and goes on with those that have not ended."""
-        if self._files is None:
-            return
         for path in sorted(self._files.batches.glob("batch_*.json")):
             found = read_batch(path)
             if found is None:
@@ -92,7 +91,6 @@ class Batches:
           ApiError: there is no such file, or the server has as many as it may (429).
           OSError: the disk is full.
         """
-        assert self._files is not None
         if self._files.find(made.input_file_id, made.owner, "input_file_id").purpose != INPUT:
             raise bad_request("the file's purpose is not batch", "input_file_id", "invalid_value")
         if len(self._runs) >= _MOST_OPEN:
@@ -125,10 +123,7 @@ class Batches:
 
     def list(self, owner: str) -> list[Batch]:
         """Returns the batches of a key, the newest first."""
-        mine = [each for each in reversed([*self._batches.values()]) if each.owner == owner]
-        return sorted(
-            mine, key=lambda each: each.created_at, reverse=True
-        )  # of a second: as they came
+        return newest_first(self._batches.values(), owner)
 
     def cancel(self, identity: str, owner: str) -> Batch:
         """Ends a batch; what has been answered stays.
@@ -140,7 +135,6 @@ class Batches:
         found, run = self.find(identity, owner), self._runs.get(identity)
         if found.has_ended or found.status == states.FINALIZING or run is None:
             raise bad_request(f"the batch is {found.status} and cannot be cancelled")
-        assert self._files is not None
         found.end = states.CANCELLED
         if found.status != states.CANCELLING:
             found.enter(states.CANCELLING, self._files.batches)
@@ -161,7 +155,6 @@ class Batches:
 
     def _forget_oldest(self) -> None:
         """Drops the oldest batch that has ended, where there are too many."""
-        assert self._files is not None
         if len(self._batches) <= _MOST_KEPT:
             return
         ended = [each for each in self._batches.values() if each.has_ended]
@@ -176,7 +169,6 @@ class Batches:
             line.cancel()
 
     async def _run(self, batch: Batch, run: _BatchRun) -> None:
-        assert self._files is not None
         loop, folder = asyncio.get_running_loop(), self._files.batches
         left = max(batch.expires_at - time.time(), 0)
         timer = loop.call_later(left, self._end_early, run, states.EXPIRED)
@@ -207,7 +199,6 @@ class Batches:
     async def _validate(self, batch: Batch, run: _BatchRun) -> None:
         """Checks the file of a batch as a whole, before a line of it runs."""
         files = self._files
-        assert files is not None
 
         def check() -> tuple[int, list[dict]]:
             with files.open(files.find(batch.input_file_id, batch.owner)) as lines:
@@ -227,7 +218,6 @@ class Batches:
     async def _answer_all(self, batch: Batch, run: _BatchRun) -> None:
         """Runs the lines that have no answer, and makes files of the answers."""
         files = self._files
-        assert files is not None
         # Where a kill came after this state, answers may be files already: nothing is opened again.
         if batch.status != states.FINALIZING:
             answers = await asyncio.to_thread(BatchAnswers, batch, files)
@@ -305,7 +295,6 @@ class Batches:
 
     def _lines(self, batch: Batch, answers: BatchAnswers) -> Generator[BatchLine]:
         """The lines that have no answer yet."""
-        assert self._files is not None
         with self._files.open(self._files.find(batch.input_file_id, batch.owner)) as lines:
             for number, text in enumerate(lines, 1):
                 if text.strip():

@@ -7,9 +7,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from jaxshare.serving.http.answers import json_response, owner_of, service_of
+from jaxshare.serving.http.batches.file_store import on_disk
 from jaxshare.serving.http.batches.running import new_batch
 from jaxshare.serving.http.endpoints.files import batches_of, page_of
-from jaxshare.serving.http.errors import ApiError
 from jaxshare.serving.http.generation.fields import Body
 
 router = APIRouter()
@@ -46,10 +46,7 @@ async def create_batch(body: BatchFields, request: Request) -> Response:
         body.completion_window,
         body.metadata,
     )
-    try:
-        return json_response(batches.create(made).as_json())
-    except OSError as error:
-        raise _disk() from error
+    return json_response(on_disk(lambda: batches.create(made), "batch").as_json())
 
 
 @router.get(PATH, tags=["OpenAI"])
@@ -68,15 +65,5 @@ async def retrieve_batch(batch_id: str, request: Request) -> Response:
 @router.post("/v1/batches/{batch_id}/cancel", tags=["OpenAI"])
 async def cancel_batch(batch_id: str, request: Request) -> Response:
     """Ends a batch; the answers that it has become files."""
-    try:
-        return json_response(batches_of(request).cancel(batch_id, owner_of(request)).as_json())
-    except OSError as error:
-        raise _disk() from error
-
-
-def _disk() -> ApiError:
-    return ApiError(
-        507,
-        "the batch could not be written; the disk of the server is full or has failed",
-        code="storage_failed",
-    )
+    batches, owner = batches_of(request), owner_of(request)
+    return json_response(on_disk(lambda: batches.cancel(batch_id, owner), "batch").as_json())

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.serving.http.served import ScriptedEngine, until
-from tests.serving.http.test_batches import answers_of, ended, line, opened, start
+from tests.serving.http.test_batches import answers_of, ended, line, opened, slow_engine, start
 
 
 class _KillError(BaseException):
@@ -15,8 +15,6 @@ class _KillError(BaseException):
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("step", range(6))
 def test_no_answer_is_lost_where_a_batch_is_killed(tmp_path, monkeypatch, step, is_done):
-    slow = ScriptedEngine(answers=["Yes."])
-    slow.late = 0.1
     replace, calls = os.replace, []
 
     def killed(source, target):
@@ -27,7 +25,7 @@ def test_no_answer_is_lost_where_a_batch_is_killed(tmp_path, monkeypatch, step, 
             replace(source, target)
         raise _KillError
 
-    with opened(slow, tmp_path, batch_lines=1) as (server, client):
+    with opened(slow_engine(0.1), tmp_path, batch_lines=1) as (server, client):
         batch = start(client, [line("a"), line("hot", temperature=-1), line("b")])
         until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
         monkeypatch.setattr(os, "replace", killed)

@@ -31,6 +31,13 @@ def file_of(lines):
     return ("lines.jsonl", "\n".join(map(json.dumps, lines)).encode())
 
 
+def slow_engine(seconds):
+    """An engine that waits before each answer."""
+    engine = ScriptedEngine(answers=["Yes."])
+    engine.late = seconds
+    return engine
+
+
 def client_of(server, key="none"):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
@@ -266,9 +273,7 @@ def test_one_key_does_not_see_the_files_and_batches_of_another(engine, tmp_path)
 
 
 def test_a_cancelled_batch_keeps_what_it_has(tmp_path):
-    slow = ScriptedEngine(answers=["Yes."])
-    slow.late = 0.05
-    with opened(slow, tmp_path, batch_lines=1) as (server, client):
+    with opened(slow_engine(0.05), tmp_path, batch_lines=1) as (server, client):
         lines = [line(f"a{i}") for i in range(200)]
         batch = start(client, lines)
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 2)
@@ -286,9 +291,7 @@ def test_a_cancelled_batch_keeps_what_it_has(tmp_path):
 
 
 def test_the_lines_of_a_batch_that_expires_say_so(tmp_path):
-    slow = ScriptedEngine(answers=["Yes."])
-    slow.late = 0.05
-    with opened(slow, tmp_path, batch_lines=1) as (server, client):
+    with opened(slow_engine(0.05), tmp_path, batch_lines=1) as (server, client):
         batch = start(client, [line(f"a{i}") for i in range(50)])
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 1)
         batches = server.server._batches
@@ -313,9 +316,7 @@ def test_a_quota_that_ends_a_batch_keeps_its_answers(tmp_path):
 
 
 def test_a_server_that_ends_in_order_goes_on_with_the_next_start(tmp_path):
-    slow = ScriptedEngine(answers=["Yes."])
-    slow.late = 0.02
-    with opened(slow, tmp_path, batch_lines=2) as (server, client):
+    with opened(slow_engine(0.02), tmp_path, batch_lines=2) as (server, client):
         batch = start(client, [line(f"a{i}") for i in range(60)])
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3)
         server.server.drain()

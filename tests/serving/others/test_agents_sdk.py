@@ -38,42 +38,51 @@ def url():
         yield f"{made.url}/v1"
 
 
-def run(url, kind, *, stream):
-    """Runs an agent with one function: (its result, the arguments of all calls)."""
+def with_model(url, kind, use):
+    """Runs what uses a model, and closes its connections."""
     import agents  # pyright: ignore[reportMissingImports]
 
     agents.set_tracing_disabled(True)
+
+    async def work():
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await use(agents, getattr(agents, kind)(model="tiny", openai_client=client))
+
+    return asyncio.run(work())
+
+
+def run(url, kind, *, stream):
+    """Runs an agent with one function: (its result, the arguments of all calls)."""
     calls = []
 
-    @agents.function_tool
-    def add(a: Digits, b: Digits) -> str:
-        """Adds two numbers."""
-        calls.append((a, b))
-        return str(a + b)
+    async def use(agents, model):
+        @agents.function_tool
+        def add(a: Digits, b: Digits) -> str:
+            """Adds two numbers."""
+            calls.append((a, b))
+            return str(a + b)
 
-    async def ask():
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            agent = agents.Agent(
-                name="Adder",
-                instructions="Answer with numbers.",
-                model=getattr(agents, kind)(model="tiny", openai_client=client),
-                tools=[add],
-                model_settings=agents.ModelSettings(
-                    temperature=0.0,
-                    max_tokens=200,
-                    tool_choice="add",
-                    include_usage=True,
-                    extra_body={"stop": ["="]},
-                ),
-            )
-            if not stream:
-                return await agents.Runner.run(agent, "What is 17 + 25?", max_turns=3)
-            result = agents.Runner.run_streamed(agent, "What is 17 + 25?", max_turns=3)
-            async for _ in result.stream_events():
-                pass
-            return result
+        agent = agents.Agent(
+            name="Adder",
+            instructions="Answer with numbers.",
+            model=model,
+            tools=[add],
+            model_settings=agents.ModelSettings(
+                temperature=0.0,
+                max_tokens=200,
+                tool_choice="add",
+                include_usage=True,
+                extra_body={"stop": ["="]},
+            ),
+        )
+        if not stream:
+            return await agents.Runner.run(agent, "What is 17 + 25?", max_turns=3)
+        result = agents.Runner.run_streamed(agent, "What is 17 + 25?", max_turns=3)
+        async for _ in result.stream_events():
+            pass
+        return result
 
-    return asyncio.run(ask()), calls
+    return with_model(url, kind, use), calls
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -103,19 +112,6 @@ def settings(**more):
     ends = {str(token): 6.0 for token in load(EMBEDDED).generation.stop_tokens}
     asked = {"seed": 3, "logit_bias": ends}
     return agents.ModelSettings(temperature=1.0, max_tokens=200, extra_body=asked, **more)
-
-
-def with_model(url, kind, use):
-    """Runs what uses a model, and closes its connections."""
-    import agents  # pyright: ignore[reportMissingImports]
-
-    agents.set_tracing_disabled(True)
-
-    async def work():
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            return await use(agents, getattr(agents, kind)(model="tiny", openai_client=client))
-
-    return asyncio.run(work())
 
 
 @pytest.mark.parametrize("kind", KINDS)
