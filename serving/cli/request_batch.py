@@ -284,7 +284,10 @@ def _report(options: argparse.Namespace, finished: Mapping[str, Any], before: in
     old = f" ({before} of them before)" if before else ""
     print(f"{total} lines are answered in {options.output}{old}", file=sys.stderr)
     if failed:
-        print(f"jaxshare: {failed} of them have errors, which the output tells", file=sys.stderr)
+        print(
+            f"jaxshare: {failed} of them ended with an error, which the output tells",
+            file=sys.stderr,
+        )
     if options.json:
         print(json.dumps({**finished, "output": options.output, "resumed": before}))
     if failed or finished["bad_lines"]:
