@@ -7,6 +7,15 @@ from jaxshare.serving.agents.agent import Agent, agent
 from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.errors import (
+    AgentError,
+    BudgetError,
+    DeadlockError,
+    DivergedError,
+    EndedError,
+    RoundsError,
+)
+from jaxshare.serving.agents.judging import Judged
 from jaxshare.serving.agents.react import react
 from jaxshare.serving.agents.requests import (
     AnswerError,
@@ -18,19 +27,8 @@ from jaxshare.serving.agents.requests import (
     llm,
     tool,
 )
-from jaxshare.serving.agents.runs import DivergedError, RoundsError
-from jaxshare.serving.agents.runtime import (
-    AgentError,
-    AgentRun,
-    BudgetError,
-    DeadlockError,
-    EndedError,
-    Handle,
-    Judged,
-    Runtime,
-    run,
-    spawn,
-)
+from jaxshare.serving.agents.runs import AgentRun, Handle, spawn
+from jaxshare.serving.agents.runtime import Runtime, run
 from jaxshare.serving.agents.search import (
     BeamSearch,
     BestOfN,

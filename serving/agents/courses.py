@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxshare.argument_checks import shown
+from jaxshare.serving.agents.channels import Children
 from jaxshare.serving.agents.compiler.frames import Frame, duplicate
 from jaxshare.serving.agents.compiler.program import (
     Program,
@@ -24,6 +25,7 @@ from jaxshare.serving.agents.compiler.program import (
     UncopyableError,
     snapshot,
 )
+from jaxshare.serving.agents.errors import DivergedError
 from jaxshare.serving.agents.model_calls import private_copy
 from jaxshare.serving.agents.requests import (
     REQUESTS,
@@ -35,7 +37,7 @@ from jaxshare.serving.agents.requests import (
     Yielded,
     driven,
 )
-from jaxshare.serving.agents.runs import AgentRun, DivergedError, Firing, Handle, current_firing
+from jaxshare.serving.agents.runs import AgentRun, Firing, Handle, current_firing
 from jaxshare.serving.agents.states import State
 
 
@@ -162,15 +164,17 @@ class Compiled:
 
 @dataclasses.dataclass(slots=True)
 class Course:
-    """An agent's code under way, with its context variables."""
+    """An agent's code under way, with its context variables and its children."""
 
     code: Native | Compiled
     context: contextvars.Context
+    children: Children
 
     def go(
         self, now: Firing, value: Any = None, error: BaseException | None = None
     ) -> Reached | Returned:
         """Runs the code to its next wait or its end, as a part of a firing."""
+        now.children = self.children
         return self.context.run(_go, self.code, now, value, error)
 
 
@@ -184,8 +188,17 @@ def _go(
         current_firing.reset(token)
 
 
-def begun(run: AgentRun, state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def begun(
+    run: AgentRun,
+    state: State,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    children: Children,
+) -> None:
     """Gives the first state of a run its course, and the run a copy of the arguments.
+
+    Args:
+      children: those whose handles are in the arguments.
 
     Raises:
       TypeError: the arguments do not fit the agent.
@@ -201,12 +214,13 @@ def begun(run: AgentRun, state: State, args: tuple[Any, ...], kwargs: dict[str, 
         code = Native(agent.function(*args, **kwargs))
     else:
         code = Compiled(agent.program, agent.program.begin(args, kwargs))
-    keep(run, state, Course(code, context))
+    keep(run, state, Course(code, context, children))
 
 
 def keep(run: AgentRun, state: State, course: Course) -> None:
     """Leaves a course at the state that it has come to, with a copy if there can be one."""
     state.course, code = course, course.code
+    state.children, state.positions = course.children, course.children.kept()
     if isinstance(code, Compiled) and code.inner is None and not state.is_uncopied:
         program = run.agent.program
         assert program is not None
@@ -231,24 +245,29 @@ def taken(
     Raises:
       DivergedError, UncopyableError: see `replayed`.
     """
-    if not again and (course := state.course) is not None:
+    if not again and now.path[-1] == 0 and (course := state.course) is not None:
+        # The first firing, however late its outcome is: so which path goes on does not depend on
+        # what is faster.
         state.course, now.restored = None, "original"
         return course, None
+    children = Children(state.positions, is_copy=True)
     if not again and state.frame is not None:
         now.restored, program = "copy", run.agent.program
         assert program is not None and state.context is not None
         code = Compiled(program, snapshot(state.frame, program))
-        return Course(code, state.context.copy()), None
+        return Course(code, state.context.copy(), children), None
     now.restored = "replay"
     if run.agent.restore == "copy":
         raise UncopyableError(
             f"agent {run.agent.name} waits in line {state.line} in a coroutine, which cannot be "
             'copied; leave restore="copy" out, or wait in the agent itself'
         )
-    return replayed(run, state, now)
+    return replayed(run, state, now, children)
 
 
-def replayed(run: AgentRun, state: State, now: Firing) -> tuple[Course, Reached | Returned | None]:
+def replayed(
+    run: AgentRun, state: State, now: Firing, children: Children
+) -> tuple[Course, Reached | Returned | None]:
     """Runs an agent again from its beginning to a state, with the outcomes that led there.
 
     Returns:
@@ -271,9 +290,11 @@ def replayed(run: AgentRun, state: State, now: Firing) -> tuple[Course, Reached 
         first = first.parent
     args, kwargs = duplicate(run.arguments, {})
     steps.reverse()
-    handles = deque([handle for each in steps for handle in each.spawned])
-    course = Course(Native(run.agent.function(*args, **kwargs)), contextvars.copy_context())
-    again, at = Firing(now.runtime, run, now.path, replays=handles), None
+    events = deque([event for each in steps for event in each.events])
+    course = Course(
+        Native(run.agent.function(*args, **kwargs)), contextvars.copy_context(), children
+    )
+    again, at = Firing(now.runtime, run, now.path, replays=events), None
     through = is_own_awaitable(state.waiting)
     sent = [step for step in steps if not _is_passed(step)]
     for step in sent:

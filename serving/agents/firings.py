@@ -1,7 +1,6 @@
 """One firing of a state: the outcome of its wait, then the agent's code up to its next wait."""
 
 import asyncio
-import contextlib
 import dataclasses
 import inspect
 import types
@@ -19,6 +18,7 @@ from jaxshare.serving.agents.courses import (
     taken,
 )
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.errors import AgentError
 from jaxshare.serving.agents.model_calls import (
     UsedUpError,
     call_model,
@@ -30,12 +30,7 @@ from jaxshare.serving.agents.model_calls import (
     spent_by_firing,
 )
 from jaxshare.serving.agents.requests import REQUESTS, CallRun, Llm, Tool
-from jaxshare.serving.agents.runs import (
-    AgentError,
-    AgentRun,
-    Firing,
-    Host,
-)
+from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import Arrival, State
 from jaxshare.serving.agents.tool_rounds import Follow, follow, is_followed, run_call
 
@@ -137,7 +132,7 @@ def _until_request(state: State, now: Firing) -> Generator[Any, Any, Any]:
     course, waiting = state.course, state.waiting
     inner = Native(waiting if isinstance(waiting, types.CoroutineType) else _awaited(waiting))
     assert course is not None and isinstance(course.code, Compiled)
-    part, value, error = Course(inner, course.context), None, None
+    part, value, error = Course(inner, course.context, course.children), None, None
     while not isinstance(at := part.go(now, value, error), Returned):
         if isinstance(at.request, REQUESTS):
             state.course, course.code.inner = None, inner
@@ -194,6 +189,7 @@ def run_to_next_wait(
         # The agent's code does not go on, so both states can have this frame.
         new.frame, new.context = state.frame, state.context
         new.is_uncopied, new.is_followed = state.is_uncopied, True
+        new.children, new.positions = state.children, state.positions
         new.line, new.waiting = state.line, value.request
         new.course, state.course = state.course, None
         return
@@ -203,6 +199,7 @@ def run_to_next_wait(
             new.is_followed = True
         else:
             course, at = taken(run, state, now, again=value is AGAIN)
+            course.children.receive(came, now.restored != "original")
             if at is None:
                 new.given = (value if is_constant(value) else private_copy(value)), error
                 at = course.go(now, value, error)
@@ -211,6 +208,7 @@ def run_to_next_wait(
         if isinstance(at, Returned):
             new.finished, new.value = True, at.value
             new.frame = course.code.frame if isinstance(course.code, Compiled) else None
+            new.children, new.positions = course.children, course.children.kept()
         else:
             new.line, new.waiting = at.line, at.request
             keep(run, new, course)
@@ -220,15 +218,6 @@ def run_to_next_wait(
         new.error, new.waiting = raised, None
     finally:
         new.restored = now.restored
-
-
-def close_courses(run: AgentRun) -> None:
-    """Ends the code that waits in states which nothing will fire any more."""
-    for state in run.states:
-        course, state.course = state.course, None
-        if course is not None:
-            with contextlib.suppress(Exception):
-                course.context.run(course.code.close)
 
 
 def close_coroutines(runs: list[AgentRun]) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from jaxshare.models.config_fields import first_line
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
-from jaxshare.serving.agents import model_calls, requests, runs
+from jaxshare.serving.agents import errors, model_calls, requests
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.model_calls import UsedUpError
 from jaxshare.serving.agents.requests import CallRun, Llm, Tool
@@ -36,7 +36,7 @@ from jaxshare.serving.agents.requests import CallRun, Llm, Tool
 _FORMAT = "jaxshare agents journal 1"
 _ERRORS: dict[str, type[Exception]] = {
     name: kind
-    for module in (model_calls, runs, requests, builtins)
+    for module in (model_calls, errors, requests, builtins)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__ == name
 }

@@ -1,24 +1,32 @@
 """Values passed between agents (yielded, resumed with, returned), and the ownership of children."""
 
+import dataclasses
 from typing import Any
 
+from jaxshare.serving.agents.channels import Channel, Children, Waiter
+from jaxshare.serving.agents.errors import AgentError, EndedError
 from jaxshare.serving.agents.model_calls import is_constant, private_copy
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Yielded
-from jaxshare.serving.agents.runs import HANDLES, AgentError, AgentRun, EndedError, Handle
+from jaxshare.serving.agents.runs import HANDLES, AgentRun, Firing, Handle, channel_of
 from jaxshare.serving.agents.states import Arrival, State
 
 
-def copy_for(value: Any, receiver: AgentRun) -> Any:
+def copy_for(value: Any, receiver: AgentRun, children: list[AgentRun] | None = None) -> Any:
     """A copy of a value for another run, which comes to own the children whose handles are in it.
 
     A child's owner only ever moves upwards: to the nearest run that owns both the old owner and the
     receiver, directly or not.
+
+    Args:
+      children: gets the children whose handles are in the value.
     """
     if is_constant(value):
         return value
     handles: list[Handle] = []
     copied = private_copy(value, {HANDLES: handles})
     for child in (handle._run for handle in handles):
+        if children is not None:
+            children.append(child)
         owners, owner = {receiver}, child.owner
         above = receiver
         while above := above.owner:
@@ -31,6 +39,24 @@ def copy_for(value: Any, receiver: AgentRun) -> Any:
             owner.owned[child] = None
             child.owner = owner
     return copied
+
+
+def received(arrival: Arrival, run: AgentRun) -> Arrival:
+    """An arrival with a copy of its value for one firing of a run."""
+    if is_constant(arrival.value):
+        return arrival
+    children: list[AgentRun] = []
+    value = copy_for(arrival.value, run, children)
+    return dataclasses.replace(arrival, value=value, children=tuple(children))
+
+
+def children_of_arguments(by: Firing, given: list[AgentRun]) -> Children:
+    """The children that a new agent holds, since their handles are in its arguments."""
+    children = Children()
+    for child in given:
+        children.hold(channel_of(child, by))
+    children.positions = {child: channel.position for child, channel in children.channels.items()}
+    return children
 
 
 def register_wait(run: AgentRun, state: State) -> None:
@@ -48,51 +74,43 @@ def register_wait(run: AgentRun, state: State) -> None:
             )
         else:
             run.yields.append(state)
-            _deliver_yield(run)
+            for channel in list(run.channels):
+                channel.deliver()
     elif isinstance(request, (ChildNext, ChildResult)):
-        child = request.child._run
-        if child.runtime is not run.runtime:
-            state.arrived = Arrival(
-                error=AgentError(
-                    f"agent {run.agent.name} waits in line {state.line} for a child of another run"
-                )
-            )
-        elif child.done and isinstance(request, ChildNext):
-            state.arrived = Arrival(error=child.error or no_more_values(child))
-        elif child.done:
-            state.arrived = Arrival(child.accepted and child.accepted.value, child.error)
-        elif isinstance(request, ChildResult):
-            child.listeners.append(lambda arrival: run.runtime.arrive(run, state, arrival))
-        else:
-            if child.resumable is not None:
-                resume(child, None)
-            child.waiters.append((run, state))
-            _deliver_yield(child)
+        waiter = Waiter(run, state, lambda arrival: run.runtime.arrive(run, state, arrival))
+        await_child(request, waiter)
 
 
-def _deliver_yield(run: AgentRun) -> None:
-    """Gives the next value that a run has yielded to its first waiter, one value at a time."""
-    while run.waiters and run.waiters[0][0].done:
-        run.waiters.popleft()
-    if run.resumable is None and run.yields and run.waiters:
-        run.resumable = run.yields.popleft()
-        parent, state = run.waiters.popleft()
-        value = copy_for(run.resumable.waiting.value, parent)
-        parent.runtime.arrive(parent, state, Arrival(value))
+def await_child(request: ChildNext | ChildResult, waiter: Waiter) -> Channel | None:
+    """Waits for a child; returns the channel on which that is."""
+    run, state, child = waiter.run, waiter.state, request.child._run
+    if child.runtime is not run.runtime:
+        error = f"agent {run.agent.name} waits in line {state.line} for a child of another run"
+        waiter.arrive(Arrival(error=AgentError(error)))
+        return None
+    channel: Channel = state.children.channel(child)
+    if isinstance(request, ChildNext):
+        channel.await_next(waiter)
+    else:
+        channel.await_result(waiter)
+    return channel
 
 
-def resume(run: AgentRun, value: Any) -> None:
-    """Continues a run after its yield; see `Handle.resume`."""
-    if run.done:
-        raise EndedError(f"agent {run.agent.name} has ended and cannot be resumed")
-    if run.resumable is None:
+def resume(child: AgentRun, value: Any, now: Firing | None) -> None:
+    """Continues a child after its yield; see `Handle.resume`."""
+    channel = channel_of(child, now)
+    if channel.is_cancelled or (channel.run.done and not channel.is_behind):
+        raise EndedError(f"agent {child.agent.name} has ended and cannot be resumed")
+    if channel.resumable is None:
         raise AgentError(
-            f"agent {run.agent.name} cannot be resumed: nothing that it has yielded was taken "
+            f"agent {child.agent.name} cannot be resumed: nothing that it has yielded was taken "
             "since it was resumed last; await its next() first"
         )
-    state, run.resumable = run.resumable, None
-    run.runtime.arrive(run, state, Arrival(copy_for(value, run)))
-    _deliver_yield(run)
+    arrival = Arrival(copy_for(value, channel.run))
+    if now is not None and now.children is not None:
+        arrival.channels, arrival.positions = now.children.channels, now.children.kept()
+    by = now.run if now else child.owner or child
+    channel.resume(arrival, by, now.path if now else ())
 
 
 def deadlock_message(runs: list[AgentRun]) -> str:
@@ -109,8 +127,3 @@ def deadlock_message(runs: list[AgentRun]) -> str:
             )
             waits.append(f"{run.id} waits in line {state.line} for {event}")
     return "all agents wait: " + "; ".join(waits)
-
-
-def no_more_values(run: AgentRun) -> EndedError:
-    """The error of waiting for another value of an agent that has ended."""
-    return EndedError(f"agent {run.agent.name} has ended and yields no more")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxshare.serving.agents.agent import agent
+from jaxshare.serving.agents.errors import AgentError
 from jaxshare.serving.agents.requests import llm, tool
-from jaxshare.serving.agents.runs import AgentError
 from jaxshare.serving.chat.tools import failure
 
 _FORMAT = """\

@@ -1,18 +1,21 @@
 """One run of an agent, as its supervisor, its parent and a search log see it, and its handle."""
 
 import asyncio
+import contextlib
 import contextvars
 import dataclasses
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Protocol
 
+from jaxshare.deprecated import renamed
 from jaxshare.serving.agents.agent import Agent
+from jaxshare.serving.agents.channels import Channel, Children
 from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.frames import shared
-from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
 from jaxshare.serving.agents.states import Arrival, State, Supervisor
 
@@ -35,8 +38,12 @@ class Host(Protocol):
     @property
     def call_slots(self) -> asyncio.Semaphore | None: ...
     def clock(self) -> float: ...
-    def resume(self, run: "AgentRun", value: Any) -> None: ...
+    def resume(self, child: "AgentRun", value: Any, now: "Firing | None") -> None: ...
     def arrive(self, run: "AgentRun", state: State, arrival: Arrival) -> None: ...
+    def fork(self, channel: Channel, by: "AgentRun", path: tuple[int, ...]) -> None: ...
+    def keep_copy(self, run: "AgentRun", resumes: int | None) -> None: ...
+    def call_off(self, run: "AgentRun") -> None: ...
+    def keep_task(self, tidied: Coroutine[Any, Any, None]) -> None: ...
     def spawn(
         self,
         by: "Firing",
@@ -48,37 +55,17 @@ class Host(Protocol):
     ) -> "Handle": ...
 
 
-class AgentError(RuntimeError):
-    """An impossible interaction between agents, or between a supervisor and its agent."""
-
-
-class RoundsError(AgentError):
-    """A model calls tools again after as many answers with calls as `llm` allows."""
-
-
-class DivergedError(AgentError):
-    """An agent that was run again, to restore a state, did not do what it had done before."""
-
-
-class DeadlockError(AgentError):
-    """All agents wait for each other; the message lists the waits."""
-
-
-class BudgetError(AgentError):
-    """The budget of an agent was used up before any of its paths had ended."""
-
-
-class EndedError(AgentError):
-    """A child that has ended was resumed, or had to yield once more; or it was ended unneeded."""
-
-
 HANDLES: Any = "handles"
 """The memo key of the list that collects the handles found while a value is copied."""
 
 
 @shared
 class Handle:
-    """A child, as its parent holds it. Copies of a state share it."""
+    """A child, as agents hold it.
+
+    Copies of a state share it, and each deals with the child as it was in that state: a child that
+    is treated differently on two paths of its parent is forked.
+    """
 
     def __init__(self, run: "AgentRun"):
         self._run = run
@@ -102,7 +89,18 @@ class Handle:
           EndedError: the child has ended.
           AgentError: no yielded value was taken since it was resumed last.
         """
-        self._run.runtime.resume(self._run, value)
+        with _dealing(f"resumes {self._run.agent.name}") as now:
+            if now is None or now.replays is None:
+                self._run.runtime.resume(self._run, value, now)
+
+    def cancel(self) -> None:
+        """Ends the child, unless it has ended; its `finally` clauses and context managers run.
+
+        Awaiting it afterwards raises an EndedError.
+        """
+        with _dealing(f"cancels {self._run.agent.name}") as now:
+            if now is None or now.replays is None:
+                channel_of(self._run, now).cancel()
 
     def __await__(self) -> Any:
         return self.result().__await__()
@@ -113,6 +111,11 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<child {self._run.id}>"
+
+
+def channel_of(child: "AgentRun", now: "Firing | None") -> Channel:
+    """The channel by which the running code deals with a child."""
+    return child.channel if now is None or now.children is None else now.children.channel(child)
 
 
 class AgentRun:
@@ -130,7 +133,7 @@ class AgentRun:
       began, ended: seconds since the runtime's start.
       done: whether it is over; then either `accepted` is the state that it ended with, or `error`
         is the reason why there is none.
-      cancelled: whether it was ended because its owner ended.
+      cancelled: whether it was ended because its owner ended, or by `Handle.cancel`.
     """
 
     def __init__(
@@ -160,21 +163,25 @@ class AgentRun:
         self.accepted: State | None = None
         self.error: BaseException | None = None
         self.handle = Handle(self)
-        # Firings without a new state so far, and the tasks of those that await something.
-        self.firings = 0
+        # States that firings will lead to, with the fired ones; and the tasks of firings that await
+        # something.
+        self.under_way: dict[State, State] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.used_up: str | None = None  # the part of the budget that made a firing be given up
         self.timer: asyncio.TimerHandle | None = None
         # States that wait for another agent, and those of them that were fired meanwhile.
         self.asleep: dict[State, None] = {}
         self.fired_early: list[State] = []
-        # States of other runs that wait for its next value, and callbacks for its end.
-        self.waiters: deque[tuple[AgentRun, State]] = deque()
         self.listeners: list[Callable[[Arrival], None]] = []
-        # States with a yielded value that is not taken yet; the one whose value was taken last and
-        # that waits to be resumed.
-        self.yields: deque[State] = deque()
-        self.resumable: State | None = None
+        # States with a yielded value, in order; and the channels by which others deal with the run.
+        # Its driver resumes it in place, and others get forks of it: for them there are copies of
+        # its search, by the number of resumes before, and as it was when it was called off.
+        self.yields: list[State] = []
+        self.resumes = 0
+        self.channel = self.driver = Channel(self)
+        self.channels: dict[Channel, None] = {}
+        self.copies: dict[int | None, Any] = {}
+        self.is_called_off = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -182,8 +189,11 @@ class Firing:
     """The piece of an agent's code that is running.
 
     Attributes:
-      spawned, handles: the number of children that it has spawned so far, and they themselves.
-      replays: in a replay, the children that the agent spawned then and that were not met yet.
+      spawned: the number of children that it has spawned so far.
+      events: the children that it has spawned, and the errors of its other dealings with children
+        (None for none), in order.
+      replays: in a replay, the events of then that were not met yet.
+      children: of the path that the code is on.
       restored: how the fired state was restored; see `State.restored`.
     """
 
@@ -191,8 +201,9 @@ class Firing:
     run: AgentRun
     path: tuple[int, ...]
     spawned: int = 0
-    handles: list[Handle] = dataclasses.field(default_factory=list)
-    replays: deque[Handle] | None = None
+    events: list[Handle | Exception | None] = dataclasses.field(default_factory=list)
+    replays: deque[Handle | Exception | None] | None = None
+    children: Children | None = None
     restored: str = "original"
 
 
@@ -220,19 +231,50 @@ def spawn(agent: Agent, /, *args: Any, **kwargs: Any) -> Handle:
             f"spawn({agent.name}) outside an agent; run({agent.name}, ...) runs it by itself"
         )
     if now.replays is None:
-        now.handles.append(now.runtime.spawn(now, agent, args, kwargs, _calling_line()))
-        return now.handles[-1]
-    if not now.replays or now.replays[0]._run.agent is not agent:
-        raise DivergedError(
-            f"agent {now.run.agent.name} was run again to restore a state, and spawns {agent.name} "
-            f"in line {_calling_line()}, which is not in its record; make a tool of what decides it"
-        )
-    return now.replays.popleft()
+        handle = now.runtime.spawn(now, agent, args, kwargs, _calling_line())
+        now.events.append(handle)
+        return handle
+    handle = now.replays.popleft() if now.replays else None
+    if not isinstance(handle, Handle) or handle._run.agent is not agent:
+        raise _diverged(now, f"spawns {agent.name}")
+    return handle
+
+
+@contextlib.contextmanager
+def _dealing(what: str) -> Generator["Firing | None", None, None]:
+    """Records what comes of dealing with a child; in a replay, nothing but that comes of it."""
+    now = current_firing.get()
+    if now is None:
+        yield now
+        return
+    if now.replays is not None:
+        yield now
+        event = now.replays.popleft() if now.replays else Handle
+        if isinstance(event, Exception):
+            raise event
+        if event is not None:
+            raise _diverged(now, what)
+        return
+    try:
+        yield now
+    except Exception as error:
+        now.events.append(error)
+        raise
+    now.events.append(None)
+
+
+def _diverged(now: Firing, what: str) -> DivergedError:
+    return DivergedError(
+        f"agent {now.run.agent.name} was run again to restore a state, and {what} in line "
+        f"{_calling_line()}, which is not in its record; make a tool of what decides it"
+    )
 
 
 def _calling_line() -> int:
     """The line in the agent's own code from which `spawn` was called, directly or by a helper."""
     frame = sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename in (__file__, contextlib.__file__):
+        frame = frame.f_back
     while frame.f_back and frame.f_back.f_code.co_filename not in _DRIVERS:
         frame = frame.f_back
     return frame.f_lineno
@@ -303,32 +345,12 @@ def with_note[E: BaseException](error: E, note: str) -> E:
     return error
 
 
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """A state, as an agent that judges it sees it.
-
-    Attributes:
-      variables: variables of the judged agent.
-      dialogue: its dialogue with the model.
-      finished, value: whether it has returned, and its value.
-    """
-
-    variables: dict[str, Any]
-    dialogue: tuple[Message, ...]
-    finished: bool
-    value: Any
-
-    @classmethod
-    def of(cls, state: State) -> "Judged":
-        """The visible parts of a state."""
-        return cls(dict(state.variables), state.dialogue, state.finished, state.value)
-
-
-def numeric_score(run: AgentRun, state: State, value: Any) -> float:
-    """The value that a run's value function gave for a state, as a number; else an AgentError."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        judge = run.supervisor.value
-    name = judge.name if isinstance(judge, Agent) else getattr(judge, "__name__", repr(judge))
-    raise AgentError(f"the value function {name} gave {value!r} for {state!r}, which is no number")
+_ERRORS = "jaxshare.serving.agents.errors"
+__getattr__ = renamed(
+    __name__,
+    {
+        "DeadlockError": f"{_ERRORS}.DeadlockError",
+        "EndedError": f"{_ERRORS}.EndedError",
+        "Judged": "jaxshare.serving.agents.judging.Judged",
+    },
+)

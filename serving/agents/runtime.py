@@ -13,55 +13,37 @@ import asyncio
 import contextvars
 import time
 from collections import deque
+from collections.abc import Coroutine
 from typing import Any
 
+from jaxshare.serving.agents import forks
 from jaxshare.serving.agents.agent import Agent
+from jaxshare.serving.agents.channels import Channel, Children, result_of, was_cancelled
 from jaxshare.serving.agents.courses import begun
-from jaxshare.serving.agents.firings import (
-    close_coroutines,
-    close_courses,
-    outcome,
-    run_to_next_wait,
-)
+from jaxshare.serving.agents.errors import AgentError, DeadlockError, EndedError
+from jaxshare.serving.agents.firings import close_coroutines, outcome, run_to_next_wait
+from jaxshare.serving.agents.judging import judge
 from jaxshare.serving.agents.messages import (
+    children_of_arguments,
     copy_for,
     deadlock_message,
-    no_more_values,
+    received,
     register_wait,
     resume,
 )
 from jaxshare.serving.agents.model_calls import UsedUpError
-from jaxshare.serving.agents.requests import Model
+from jaxshare.serving.agents.requests import Model, Yielded
 from jaxshare.serving.agents.runs import (
-    AgentError,
     AgentRun,
-    BudgetError,
-    DeadlockError,
-    EndedError,
     Firing,
     Handle,
-    Judged,
     check_limits,
     conclusion,
-    numeric_score,
-    spawn,
     supervisor_name,
     with_note,
 )
 from jaxshare.serving.agents.states import Arrival, State, Supervisor, supervisor_for_run
-
-__all__ = [
-    "AgentError",
-    "AgentRun",
-    "BudgetError",
-    "DeadlockError",
-    "EndedError",
-    "Handle",
-    "Judged",
-    "Runtime",
-    "run",
-    "spawn",
-]
+from jaxshare.serving.agents.tidying import tidy
 
 MAX_FIRINGS = 256
 """Firings from the queue before other callbacks of the event loop get their turn."""
@@ -123,7 +105,7 @@ class Runtime:
             await self._finished
         finally:
             if not run.done:
-                self._end(run, error=EndedError(f"agent {agent.name} was interrupted"))
+                self.end(run, error=EndedError(f"agent {agent.name} was interrupted"))
             self._queue.clear()
             if self._tasks:
                 await asyncio.wait(self._tasks)
@@ -142,36 +124,71 @@ class Runtime:
         if by.spawned > 0:
             id += f"#{by.spawned}"
         by.spawned += 1
-        return self._start(agent, args, kwargs, by.run, id, line).handle
+        return self._start(agent, args, kwargs, by, id, line).handle
 
     def _start(
         self,
         agent: Agent,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        parent: AgentRun | None,
+        by: Firing | None,
         id: str,
         line: int,
     ) -> AgentRun:
+        parent, children = by and by.run, Children()
         check_limits(self, agent, parent)
         run = AgentRun(self, id, agent, supervisor_for_run(agent.supervisor), parent, line)
-        if parent:
-            args, kwargs = copy_for(args, run), copy_for(kwargs, run) if kwargs else {}
-        begun(run, run.root, args, kwargs)
-        self.runs.append(run)
-        if parent:
-            parent.children.append(run)
-            parent.owned[run] = None
-        if (seconds := run.supervisor.budget.seconds) is not None:
-            run.timer = self._loop.call_later(
-                seconds, self._stop_from_outside, run, f"{seconds} seconds"
-            )
+        if by:
+            handed: list[AgentRun] = []
+            args, kwargs = copy_for((args, kwargs), run, handed)
+            if handed:
+                children = children_of_arguments(by, handed)
+            if by.children:
+                by.children.hold(run.channel)
+        begun(run, run.root, args, kwargs, children)
+        self._join(run)
         try:
             run.supervisor.init(run.root)
         except Exception as error:
             self._end_by_supervisor_error(run, error)
         self._advance(run)
         return run
+
+    def _join(self, run: AgentRun) -> None:
+        """Takes a new run among those of the runtime."""
+        self.runs.append(run)
+        if run.parent:
+            run.parent.children.append(run)
+        if run.owner:
+            run.owner.owned[run] = None
+        if (seconds := run.supervisor.budget.seconds) is not None:
+            run.timer = self._loop.call_later(
+                seconds - (self.clock() - run.began),
+                self._stop_from_outside,
+                run,
+                f"{seconds} seconds",
+            )
+
+    def fork(self, channel: Channel, by: AgentRun, path: tuple[int, ...]) -> None:
+        """Gives a channel a run of its own; see `jaxshare.serving.agents.forks`."""
+        fired = forks.fork(self, channel, by, path)
+        run = channel.run
+        self._join(run)
+        for state in run.asleep:
+            state.children = Children(state.positions, is_copy=True)
+            if not isinstance(state.waiting, Yielded):
+                register_wait(run, state)
+        for state in fired:
+            self._fire(run, state)
+
+    def keep_copy(self, run: AgentRun, resumes: int | None) -> None:
+        """Keeps a copy of a run's search for forks; see `jaxshare.serving.agents.forks`."""
+        forks.keep_copy(run, resumes)
+
+    def call_off(self, run: AgentRun) -> None:
+        """Ends a run that its parent has cancelled."""
+        run.cancelled = run.is_called_off = True
+        self.end(run, error=was_cancelled(run))
 
     def _advance(self, run: AgentRun) -> None:
         """Fires the states that the supervisor names; ends the run if it is over."""
@@ -187,7 +204,7 @@ class Runtime:
             return self._end_by_supervisor_error(run, error)
         if over:
             self._conclude(run)
-        elif not run.firings and not run.asleep:
+        elif not run.under_way and not run.asleep:
             # Nothing is under way, so nothing will call the supervisor again.
             if run.used_up:
                 self._stop(run, run.used_up)
@@ -197,7 +214,7 @@ class Runtime:
                 self._conclude(run)
             else:
                 message = f"{supervisor_name(run)} fires no state, and is not over"
-                self._end(run, error=AgentError(f"{message}: nothing can go on"))
+                self.end(run, error=AgentError(f"{message}: nothing can go on"))
 
     def _stop(self, run: AgentRun, used_up: str) -> None:
         """Ends a run whose budget is used up, by the best state so far."""
@@ -215,39 +232,39 @@ class Runtime:
 
     def _conclude(self, run: AgentRun, used_up: str | None = None) -> None:
         accepted, error = conclusion(run, used_up)
-        self._end(run, accepted=accepted, error=error)
+        self.end(run, accepted=accepted, error=error)
 
     def _end_by_supervisor_error(self, run: AgentRun, error: Exception) -> None:
-        self._end(run, error=with_note(error, f"in {supervisor_name(run)}"))
+        self.end(run, error=with_note(error, f"in {supervisor_name(run)}"))
 
-    def _end(
+    def end(
         self, run: AgentRun, *, accepted: State | None = None, error: BaseException | None = None
     ) -> None:
+        """Ends a run, and the runs that it owns."""
         run.done, run.accepted, run.error, run.ended = True, accepted, error, self.clock()
         if run.timer:
             run.timer.cancel()
         for task in run.tasks:
             task.cancel()
-        close_courses(run)
+        tidy(self, run)
         if accepted and run.owner:
             copy_for(accepted.value, run.owner)  # moves the children whose handles it returns
         for child in list(run.owned):
             if not child.done:
                 child.cancelled = True
                 message = f"agent {child.agent.name} was ended with {run.agent.name}"
-                self._end(child, error=EndedError(message))
+                self.end(child, error=EndedError(message))
         if error is not None and run.parent and not run.cancelled:
             error.add_note(
                 f"in agent {run.agent.name}, spawned by {run.parent.agent.name} in line "
                 f"{run.spawned_in} of {run.parent.agent.file}"
             )
-        arrival = Arrival(accepted and accepted.value, error)
+        arrival = result_of(run)
         for listener in run.listeners:
             listener(arrival)
-        for parent, state in run.waiters:
-            self.arrive(parent, state, Arrival(error=error or no_more_values(run)))
         run.listeners.clear()
-        run.waiters.clear()
+        for channel in list(run.channels):
+            channel.end(arrival)
         if run.owner:
             run.owner.owned.pop(run, None)
         elif self._finished and not self._finished.done():
@@ -267,7 +284,7 @@ class Runtime:
         new = State(state.agent, state.run, (*state.path, state.fired), state, state.dialogue)
         new.times = (self.clock(), 0.0)
         state.fired += 1
-        run.firings += 1
+        run.under_way[new] = state
         self._queue.append((run, state, new))
         if not self._draining:
             self._draining = True
@@ -290,12 +307,11 @@ class Runtime:
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
-        now = Firing(self, run, new.path, handles=new.spawned)
+        now = Firing(self, run, new.path, events=new.events)
         if state.waiting is None:
             self._run_code(run, state, new, now, Arrival())
         elif (arrival := state.arrived) is not None:
-            arrival = Arrival(copy_for(arrival.value, run), arrival.error)
-            self._run_code(run, state, new, now, arrival)
+            self._run_code(run, state, new, now, received(arrival, run))
         else:
             task = asyncio.Task(
                 self._await_and_run_code(run, state, new, now), loop=self._loop, eager_start=True
@@ -306,6 +322,12 @@ class Runtime:
                 task.add_done_callback(lambda task: self._task_done(run, task))
             elif not task.cancelled() and (error := task.exception()):
                 self._fail(error)
+
+    def keep_task(self, tidied: Coroutine[Any, Any, None]) -> None:
+        """Runs what a path awaits at its end, which the runtime waits for."""
+        task = self._loop.create_task(tidied)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _task_done(self, run: AgentRun, task: asyncio.Task[None]) -> None:
         run.tasks.discard(task)
@@ -318,7 +340,7 @@ class Runtime:
     def _fail(self, error: BaseException) -> None:
         """Ends all runs because of an error in the runtime itself."""
         if not self.runs[0].done:
-            self._end(self.runs[0], error=error)
+            self.end(self.runs[0], error=error)
 
     async def _await_and_run_code(
         self, run: AgentRun, state: State, new: State, now: Firing
@@ -331,7 +353,7 @@ class Runtime:
                 new.dialogue = (*state.dialogue, *messages)
         except UsedUpError as error:
             run.used_up = str(error)
-            run.firings -= 1
+            del run.under_way[new]
             return self._advance(run)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -352,41 +374,11 @@ class Runtime:
         run_to_next_wait(run, state, new, now, came)
         register_wait(run, new)
         new.times = (new.times[0], self.clock())
-        self._judge(run, new, now)
+        judge(self, run, new, now)
 
-    def _judge(self, run: AgentRun, new: State, now: Firing) -> None:
-        """Scores a new state if the supervisor needs a score, then commits it."""
-        judge = run.supervisor.value
-        try:
-            if not run.supervisor.judges(new):
-                return self._commit(run, new)
-            if isinstance(judge, Agent):
-                judging = self.spawn(now, judge, (Judged.of(new),), {}, new.line)._run
-                if judging.done:
-                    value = judging.accepted and judging.accepted.value
-                    self._set_score(run, new, Arrival(value, judging.error))
-                else:
-                    judging.listeners.append(lambda arrival: self._set_score(run, new, arrival))
-                return
-            arrival = Arrival(judge(new))
-        except Exception as error:
-            note = f"in the value function of {supervisor_name(run)}, of {new!r}"
-            return self._end(run, error=with_note(error, note))
-        self._set_score(run, new, arrival)
-
-    def _set_score(self, run: AgentRun, new: State, arrival: Arrival) -> None:
-        if run.done:
-            return
-        if arrival.error is not None:
-            return self._end(run, error=arrival.error)
-        try:
-            new.score = numeric_score(run, new, arrival.value)
-        except AgentError as error:
-            return self._end(run, error=error)
-        self._commit(run, new)
-
-    def _commit(self, run: AgentRun, new: State) -> None:
-        run.firings -= 1
+    def commit(self, run: AgentRun, new: State) -> None:
+        """Gives a new state to its supervisor."""
+        del run.under_way[new]
         run.states.append(new)
         if new.sleeping:
             run.asleep[new] = None
@@ -398,9 +390,9 @@ class Runtime:
 
     # Sleeping states.
 
-    def resume(self, run: AgentRun, value: Any) -> None:
+    def resume(self, child: AgentRun, value: Any, now: Firing | None) -> None:
         """Continues a run after its yield; see `Handle.resume`."""
-        resume(run, value)
+        resume(child, value, now)
 
     def arrive(self, run: AgentRun, state: State, arrival: Arrival) -> None:
         """Wakes a state, since its wait has ended."""
@@ -426,7 +418,7 @@ class Runtime:
         if stopped := next((run for run in waiting if run.used_up), None):
             self._stop_from_outside(stopped, str(stopped.used_up))
         elif not any(run.timer for run in waiting):
-            self._end(waiting[0], error=DeadlockError(deadlock_message(waiting)))
+            self.end(waiting[0], error=DeadlockError(deadlock_message(waiting)))
 
 
 def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any) -> Any:

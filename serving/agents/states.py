@@ -47,7 +47,9 @@ class State:
       is_uncopied: whether its frame cannot be copied.
       is_followed: whether the agent's own code has not gone on in the firing that led here.
       given: the value or the error that the firing gave to the agent, for replays.
-      spawned: handles of the children that the firing spawned.
+      events: the children that the firing spawned, and the errors of its other dealings with
+        children, for replays.
+      children: the children as the path to it sees them, and `positions` its place with each.
     """
 
     agent: str
@@ -71,7 +73,9 @@ class State:
     is_uncopied: bool = False
     is_followed: bool = False
     given: tuple[Any, BaseException | None] = (None, None)
-    spawned: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    events: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    children: Any = dataclasses.field(default=None, repr=False)
+    positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def ended(self) -> bool:
@@ -113,10 +117,20 @@ class State:
 
 @dataclasses.dataclass(slots=True)
 class Arrival:
-    """The outcome of a state's wait: a value, or an error."""
+    """The outcome of a state's wait: a value, or an error.
+
+    Attributes:
+      channels, positions: of the children of the agent that gives the value, for handles in it.
+      given: the child that has yielded the value, and the place with it from now on.
+      children: those whose handles are in the value.
+    """
 
     value: Any = None
     error: BaseException | None = None
+    channels: Mapping[Any, Any] | None = None
+    positions: Mapping[Any, Any] = types.MappingProxyType({})
+    given: tuple[Any, Any] | None = None
+    children: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

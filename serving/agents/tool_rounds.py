@@ -8,9 +8,10 @@ import dataclasses
 from typing import Any
 
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.errors import RoundsError
 from jaxshare.serving.agents.model_calls import call_tool
 from jaxshare.serving.agents.requests import CallRun, Llm, Tool
-from jaxshare.serving.agents.runs import AgentRun, RoundsError
+from jaxshare.serving.agents.runs import AgentRun
 from jaxshare.serving.chat.tools import as_text, bound, failure
 
 

@@ -1,0 +1,25 @@
+"""The errors of agents and their runs."""
+
+
+class AgentError(RuntimeError):
+    """An impossible interaction between agents, or between a supervisor and its agent."""
+
+
+class RoundsError(AgentError):
+    """A model calls tools again after as many answers with calls as `llm` allows."""
+
+
+class DivergedError(AgentError):
+    """An agent that was run again, to restore a state, did not do what it had done before."""
+
+
+class DeadlockError(AgentError):
+    """All agents wait for each other; the message lists the waits."""
+
+
+class BudgetError(AgentError):
+    """The budget of an agent was used up before any of its paths had ended."""
+
+
+class EndedError(AgentError):
+    """A child that has ended was resumed, or had to yield once more; or it was ended unneeded."""

@@ -1,0 +1,74 @@
+"""Ending paths that nothing will go on with: their `finally` clauses and context managers run."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from jaxshare.serving.agents.courses import Course, Reached
+from jaxshare.serving.agents.errors import EndedError
+from jaxshare.serving.agents.model_calls import call_tool
+from jaxshare.serving.agents.requests import REQUESTS, Tool
+from jaxshare.serving.agents.runs import AgentRun, Firing, Host
+
+SECONDS = 10.0
+"""Limit of what a path awaits at its end."""
+
+
+def tidy(runtime: Host, run: AgentRun) -> None:
+    """Ends the code that waits in the states of a run, by an `asyncio.CancelledError`.
+
+    What it awaits then, tools or anything of asyncio, is awaited in a task of the runtime.
+    """
+    for state in [*run.states, *run.under_way.values()]:
+        course, state.course = state.course, None
+        if course is None:
+            continue
+        if state.waiting is None:
+            _close(course)
+            continue
+        now = Firing(runtime, run, (*state.path, -1))
+        reached = _went(course, now, None, asyncio.CancelledError())
+        if reached is not None:
+            runtime.keep_task(_tidied(course, now, reached))
+
+
+def _went(course: Course, now: Firing, value: Any, error: BaseException | None) -> Reached | None:
+    """Runs the code on; the wait that it comes to, or None at its end."""
+    try:
+        reached = course.go(now, value, error)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        return None
+    return reached if isinstance(reached, Reached) else None
+
+
+async def _tidied(course: Course, now: Firing, reached: Reached | None) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SECONDS):
+            while reached is not None:
+                value, error = None, None
+                try:
+                    value = await _outcome(reached.request)
+                except asyncio.CancelledError:
+                    raise
+                except Exception as raised:
+                    error = raised
+                reached = _went(course, now, value, error)
+            return
+    _close(course)
+
+
+def _close(course: Course) -> None:
+    with contextlib.suppress(Exception):
+        course.context.run(course.code.close)
+
+
+async def _outcome(request: Any) -> Any:
+    if isinstance(request, Tool):
+        return await call_tool(request)
+    if isinstance(request, REQUESTS):
+        raise EndedError(
+            "an agent that is being ended can await tools and what is for asyncio alone"
+        )
+    return await request
