@@ -6,6 +6,7 @@ Follows section 5 of Hive.
 from jaxshare.serving.agents.agent import Agent, agent
 from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
+from jaxshare.serving.agents.concurrency import as_completed, first, gather, wait_for
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import (
     AgentError,
@@ -73,9 +74,13 @@ __all__ = [
     "TreeOfThoughts",
     "UncopyableError",
     "agent",
+    "as_completed",
+    "first",
+    "gather",
     "llm",
     "react",
     "run",
     "spawn",
     "tool",
+    "wait_for",
 ]

@@ -33,6 +33,7 @@ from jaxshare.serving.agents.requests import (
     ChildNext,
     ChildResult,
     Llm,
+    Together,
     Tool,
     Yielded,
     driven,
@@ -250,7 +251,7 @@ def taken(
         # what is faster.
         state.course, now.restored = None, "original"
         return course, None
-    children = Children(state.positions, is_copy=True)
+    children = now.children or Children(state.positions, is_copy=True)
     if not again and state.frame is not None:
         now.restored, program = "copy", run.agent.program
         assert program is not None and state.context is not None
@@ -361,6 +362,8 @@ def _check_same(run: AgentRun, state: State, at: Reached) -> None:
         same = _function_name(was) == _function_name(now)
     elif isinstance(was, (ChildNext, ChildResult)):
         same = was.child is now.child
+    elif isinstance(was, Together):
+        same = [*map(type, was.parts)] == [*map(type, now.parts)]
     else:
         same = True
     if not same:

@@ -29,9 +29,10 @@ from jaxshare.serving.agents.model_calls import (
     spend,
     spent_by_firing,
 )
-from jaxshare.serving.agents.requests import REQUESTS, CallRun, Llm, Tool
+from jaxshare.serving.agents.requests import REQUESTS, CallRun, Llm, Together, Tool
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import Arrival, State
+from jaxshare.serving.agents.together import Gathered, together
 from jaxshare.serving.agents.tool_rounds import Follow, follow, is_followed, run_call
 
 Outcome = tuple[Any, tuple[Message, ...]]
@@ -64,9 +65,18 @@ def outcome(
     is_coroutine = isinstance(state.waiting, types.CoroutineType)
     if is_coroutine or (is_own_awaitable(state.waiting) and run.agent.restore is None):
         return _run_coroutine(runtime, run, state, now)
-    find = _new_outcome if runtime.journal is None else _journaled_outcome
-    found = find(runtime, run, state, now.path)
+    if isinstance(state.waiting, Together):
+        return together(runtime, run, state, now, state.waiting, now.path, answered)
+    found = answered(runtime, run, state, now.path)
     return _followed(run, state, found) if is_followed(state.waiting) else found
+
+
+def answered(
+    runtime: Host, run: AgentRun, state: State, path: tuple[int, ...]
+) -> Coroutine[Any, Any, Outcome]:
+    """The outcome of a request for an answer or a tool, from the journal where it has one."""
+    find = _new_outcome if runtime.journal is None else _journaled_outcome
+    return find(runtime, run, state, path)
 
 
 async def _followed(run: AgentRun, state: State, found: Coroutine[Any, Any, Outcome]) -> Outcome:
@@ -193,13 +203,16 @@ def run_to_next_wait(
         new.line, new.waiting = state.line, value.request
         new.course, state.course = state.course, None
         return
+    now.dialogue = new.dialogue
     try:
         if isinstance(value, Went):
             course, at = value.course, value.reached
             new.is_followed = True
         else:
             course, at = taken(run, state, now, again=value is AGAIN)
-            course.children.receive(came, now.restored != "original")
+            for arrival in value.arrivals if isinstance(value, Gathered) else [came]:
+                course.children.receive(arrival, now.restored != "original")
+            value = value.value if isinstance(value, Gathered) else value
             if at is None:
                 new.given = (value if is_constant(value) else private_copy(value)), error
                 at = course.go(now, value, error)

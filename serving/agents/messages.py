@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxshare.serving.agents.channels import Channel, Children, Waiter
+from jaxshare.serving.agents.channels import Channel, Children, Waiter, result_of
 from jaxshare.serving.agents.errors import AgentError, EndedError
 from jaxshare.serving.agents.model_calls import is_constant, private_copy
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Yielded
@@ -113,9 +113,24 @@ def resume(child: AgentRun, value: Any, now: Firing | None) -> None:
     channel.resume(arrival, by, now.path if now else ())
 
 
-def deadlock_message(runs: list[AgentRun]) -> str:
-    """A list of the waits of all runs."""
-    waits = []
+def announce_end(run: AgentRun) -> None:
+    """Gives the outcome of a run that has ended to all that wait for it."""
+    if run.error is not None and run.parent and not run.cancelled:
+        run.error.add_note(
+            f"in agent {run.agent.name}, spawned by {run.parent.agent.name} in line "
+            f"{run.spawned_in} of {run.parent.agent.file}"
+        )
+    arrival = result_of(run)
+    for listener in run.listeners:
+        listener(arrival)
+    run.listeners.clear()
+    for channel in list(run.channels):
+        channel.end(arrival)
+
+
+def deadlock_message(runs: list[AgentRun], together: list[tuple[AgentRun, State]]) -> str:
+    """A list of the waits of all runs, and of those for several agents."""
+    waits = [f"{run.id} waits in line {state.line} for several agents" for run, state in together]
     for run in runs:
         for state in run.asleep:
             event = (

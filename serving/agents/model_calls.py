@@ -84,7 +84,7 @@ async def _answer(
             _call_seed(runtime.seed, run.id, path, number, attempt),
             run.agent.name,
             run.id,
-            path,
+            tuple(step for step in path if step >= 0),  # those below are parts of one wait
             chat.tools,
             chat.variables,
             chat.grammar,

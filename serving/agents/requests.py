@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from jaxshare import Grammar
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
@@ -160,6 +160,32 @@ class ChildResult(_AgentOnly):
     """A request for the value that a child returns; `child` is its `Handle`."""
 
     child: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Together(_AgentOnly):
+    """A request for the results of several requests side by side; see `gather` and `first`.
+
+    Attributes:
+      parts: requests for answers, tools and children, or each of one part with a timeout.
+      mode: "all" for the list of the results, "first" for the one that comes first, "one" for that
+        of the only part.
+      return_exceptions: an error is the result of its part.
+      timeout: seconds for all parts together.
+    """
+
+    parts: "tuple[Llm | Tool | ChildNext | ChildResult | Together, ...]"
+    mode: Literal["all", "first", "one"]
+    return_exceptions: bool = False
+    timeout: float | None = None
+
+    @property
+    def asks_model(self) -> bool:
+        """True if any part asks the model."""
+        return any(
+            isinstance(part, Llm) or (isinstance(part, Together) and part.asks_model)
+            for part in self.parts
+        )
 
 
 @dataclasses.dataclass(slots=True)

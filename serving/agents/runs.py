@@ -15,6 +15,7 @@ from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.channels import Channel, Children
 from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.frames import shared
+from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
 from jaxshare.serving.agents.states import Arrival, State, Supervisor
@@ -43,6 +44,8 @@ class Host(Protocol):
     def fork(self, channel: Channel, by: "AgentRun", path: tuple[int, ...]) -> None: ...
     def keep_copy(self, run: "AgentRun", resumes: int | None) -> None: ...
     def call_off(self, run: "AgentRun") -> None: ...
+    def park(self, run: "AgentRun", state: State) -> None: ...
+    def unpark(self, run: "AgentRun", state: State) -> None: ...
     def keep_task(self, tidied: Coroutine[Any, Any, None]) -> None: ...
     def spawn(
         self,
@@ -194,6 +197,7 @@ class Firing:
         (None for none), in order.
       replays: in a replay, the events of then that were not met yet.
       children: of the path that the code is on.
+      dialogue: with the model, up to the code that is running.
       restored: how the fired state was restored; see `State.restored`.
     """
 
@@ -204,6 +208,7 @@ class Firing:
     events: list[Handle | Exception | None] = dataclasses.field(default_factory=list)
     replays: deque[Handle | Exception | None] | None = None
     children: Children | None = None
+    dialogue: tuple[Message, ...] = ()
     restored: str = "original"
 
 

@@ -18,12 +18,13 @@ from typing import Any
 
 from jaxshare.serving.agents import forks
 from jaxshare.serving.agents.agent import Agent
-from jaxshare.serving.agents.channels import Channel, Children, result_of, was_cancelled
+from jaxshare.serving.agents.channels import Channel, Children, was_cancelled
 from jaxshare.serving.agents.courses import begun
 from jaxshare.serving.agents.errors import AgentError, DeadlockError, EndedError
 from jaxshare.serving.agents.firings import close_coroutines, outcome, run_to_next_wait
 from jaxshare.serving.agents.judging import judge
 from jaxshare.serving.agents.messages import (
+    announce_end,
     children_of_arguments,
     copy_for,
     deadlock_message,
@@ -79,6 +80,7 @@ class Runtime:
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
         self._draining = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._parked: list[tuple[AgentRun, State]] = []
         self._start_time = time.perf_counter()
         self._finished: asyncio.Future[None] | None = None
 
@@ -254,17 +256,7 @@ class Runtime:
                 child.cancelled = True
                 message = f"agent {child.agent.name} was ended with {run.agent.name}"
                 self.end(child, error=EndedError(message))
-        if error is not None and run.parent and not run.cancelled:
-            error.add_note(
-                f"in agent {run.agent.name}, spawned by {run.parent.agent.name} in line "
-                f"{run.spawned_in} of {run.parent.agent.file}"
-            )
-        arrival = result_of(run)
-        for listener in run.listeners:
-            listener(arrival)
-        run.listeners.clear()
-        for channel in list(run.channels):
-            channel.end(arrival)
+        announce_end(run)
         if run.owner:
             run.owner.owned.pop(run, None)
         elif self._finished and not self._finished.done():
@@ -336,6 +328,16 @@ class Runtime:
             self._fail(error)
         if not self._draining:
             self._check_deadlock()
+
+    def park(self, run: AgentRun, state: State) -> None:
+        """Notes that the task of a firing waits for other agents alone, until `unpark`."""
+        self._parked.append((run, state))
+        self._loop.call_soon(self._check_deadlock)
+
+    def unpark(self, run: AgentRun, state: State) -> None:
+        """Notes that something has come for it."""
+        if (run, state) in self._parked:
+            self._parked.remove((run, state))
 
     def _fail(self, error: BaseException) -> None:
         """Ends all runs because of an error in the runtime itself."""
@@ -411,14 +413,14 @@ class Runtime:
         self._advance(run)
 
     def _check_deadlock(self) -> None:
-        """Ends all runs if none of them can go on; called when the queue is empty."""
-        if self._tasks or self.runs[0].done:
+        """Ends all runs if none of them can go on."""
+        if self._draining or len(self._tasks) > len(self._parked) or self.runs[0].done:
             return
         waiting = [run for run in self.runs if not run.done]
         if stopped := next((run for run in waiting if run.used_up), None):
             self._stop_from_outside(stopped, str(stopped.used_up))
         elif not any(run.timer for run in waiting):
-            self.end(waiting[0], error=DeadlockError(deadlock_message(waiting)))
+            self.end(waiting[0], error=DeadlockError(deadlock_message(waiting, self._parked)))
 
 
 def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any) -> Any:

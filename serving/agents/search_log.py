@@ -26,6 +26,7 @@ from jaxshare.serving.agents.requests import (
     ChildNext,
     ChildResult,
     Llm,
+    Together,
     Tool,
     Yielded,
 )
@@ -62,7 +63,7 @@ class LoggedState:
       fate: "accepted", on the path to the answer or the answer itself; "kept", it was continued;
         "pruned", it was not, or is an end that was not chosen; "failed", it raised an error;
         "waiting", a value from another agent was missing.
-      waits_for: "llm", "tool", "next", "result", "yield" or "await"; "begin" before the first wait,
+      waits_for: "llm", "tool", "next", "result", "yield", "several" or "await"; "begin" before the first wait,
         "end" after the last.
       line: the line in which it waits.
       score: the score given by the supervisor's value function, or None.
@@ -235,6 +236,8 @@ def _waits_for(state: State) -> str:
         return "end"
     if state.waiting is None:
         return "begin"
+    if isinstance(state.waiting, Together):
+        return "llm" if state.asks_model else "several"
     kinds = {Llm: "llm", Tool: "tool", CallRun: "tool"}
     kinds |= {ChildNext: "next", ChildResult: "result", Yielded: "yield"}
     return next((name for kind, name in kinds.items() if isinstance(state.waiting, kind)), "await")

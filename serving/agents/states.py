@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxshare.argument_checks import as_float
 from jaxshare.serving.agents.dialogue import Message
-from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Yielded
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Together, Yielded
 
 if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame
@@ -85,7 +85,8 @@ class State:
     @property
     def asks_model(self) -> bool:
         """True if it waits for the model, so that every firing may lead to another state."""
-        return isinstance(self.waiting, Llm)
+        waiting = self.waiting
+        return isinstance(waiting, Llm) or (isinstance(waiting, Together) and waiting.asks_model)
 
     @property
     def sleeping(self) -> bool:
