@@ -50,6 +50,7 @@ class State:
       given: the value or the error that the firing gave to the agent, for replays.
       events: the children that the firing spawned, and the errors of its other dealings with
         children, for replays.
+      recorded: what the firing has read of clocks and random numbers, for replays.
       children: the children as the path to it sees them, and `positions` its place with each.
     """
 
@@ -75,6 +76,7 @@ class State:
     is_followed: bool = False
     given: tuple[Any, BaseException | None] = (None, None)
     events: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    recorded: list[Any] = dataclasses.field(default_factory=list, repr=False)
     children: Any = dataclasses.field(default=None, repr=False)
     positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
