@@ -17,6 +17,7 @@ from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.frames import shared
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
+from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
 from jaxshare.serving.agents.states import Arrival, State, Supervisor
 
@@ -56,10 +57,6 @@ class Host(Protocol):
         line: int,
         /,
     ) -> "Handle": ...
-
-
-HANDLES: Any = "handles"
-"""The memo key of the list that collects the handles found while a value is copied."""
 
 
 @shared
@@ -197,7 +194,8 @@ class Firing:
         (None for none), in order.
       replays: in a replay, the events of then that were not met yet.
       children: of the path that the code is on.
-      dialogue: with the model, up to the code that is running.
+      dialogue: the agent's own, as the code that is running found it; `own` is it as a value, once
+        the code has asked for that.
       restored: how the fired state was restored; see `State.restored`.
     """
 
@@ -209,6 +207,7 @@ class Firing:
     replays: deque[Handle | Exception | None] | None = None
     children: Children | None = None
     dialogue: tuple[Message, ...] = ()
+    own: MessageList | None = None
     restored: str = "original"
 
 

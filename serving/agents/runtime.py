@@ -273,7 +273,7 @@ class Runtime:
         if state in run.asleep:
             run.fired_early.append(state)
             return
-        new = State(state.agent, state.run, (*state.path, state.fired), state, state.dialogue)
+        new = State(state.agent, state.run, (*state.path, state.fired), state, state.own_dialogue)
         new.times = (self.clock(), 0.0)
         state.fired += 1
         run.under_way[new] = state
@@ -299,7 +299,7 @@ class Runtime:
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
-        now = Firing(self, run, new.path, events=new.events)
+        now = Firing(self, run, new.path, events=new.events, dialogue=state.own_dialogue)
         if state.waiting is None:
             self._run_code(run, state, new, now, Arrival())
         elif (arrival := state.arrived) is not None:
@@ -352,7 +352,7 @@ class Runtime:
         try:
             value, messages = await outcome(self, run, state, now)
             if messages:
-                new.dialogue = (*state.dialogue, *messages)
+                new.dialogue = (*state.own_dialogue, *messages)
         except UsedUpError as error:
             run.used_up = str(error)
             del run.under_way[new]
