@@ -193,7 +193,7 @@ def _go(
 ) -> Reached | Returned:
     token = current_firing.set(now)
     try:
-        return code.go(value, error)
+        return now.runtime.watchdog.run(now.run.agent, code.go, value, error)
     finally:
         current_firing.reset(token)
 

@@ -20,6 +20,7 @@ from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedErro
 from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
 from jaxshare.serving.agents.states import Arrival, State, Supervisor
+from jaxshare.serving.agents.watchdog import Watchdog
 
 
 class Host(Protocol):
@@ -31,6 +32,8 @@ class Host(Protocol):
     def seed(self) -> int: ...
     @property
     def journal(self) -> Any: ...
+    @property
+    def watchdog(self) -> Watchdog: ...
     @property
     def max_agents(self) -> int: ...
     @property
