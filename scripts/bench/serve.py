@@ -353,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "benchmark": "serve",
         "command": asked,
         "machine": where,
-        "versions": versions(("jax", "jaxlib", "starlette", "uvicorn", "h11")),
+        "versions": versions(("jax", "jaxlib", "starlette", "uvicorn", "uvloop", "h11")),
         "settings": {
             "quick": options.quick,
             "seed": options.seed,

@@ -83,7 +83,7 @@ class DrainingServer(uvicorn.Server):
             http=timed_protocol(service.settings.body_seconds),
             ws="none",
             lifespan="off",  # whose task would be cut off by a second signal
-            loop="asyncio",
+            loop="auto",  # uvloop where it is installed, which sends pieces of answers faster
             log_config=None,
             access_log=False,  # the application logs its own
             server_header=False,
