@@ -25,6 +25,8 @@ from jaxshare.serving.agents.compiler.program import (
     UncopyableError,
     snapshot,
 )
+from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.dialogues import Held, paused, resumed
 from jaxshare.serving.agents.errors import DivergedError
 from jaxshare.serving.agents.model_calls import private_copy
 from jaxshare.serving.agents.recorded import record_for
@@ -171,13 +173,20 @@ class Course:
     code: Native | Compiled
     context: contextvars.Context
     children: Children
+    held: Held | None = None
 
     def go(
         self, now: Firing, value: Any = None, error: BaseException | None = None
     ) -> Reached | Returned:
         """Runs the code to its next wait or its end, as a part of a firing."""
-        now.children = self.children
-        return self.context.run(_go, self.code, now, value, error)
+        now.children, request = self.children, None
+        value = resumed(self.held, now, value)
+        try:
+            at = self.context.run(_go, self.code, now, value, error)
+            request = at.request if isinstance(at, Reached) else None
+            return at
+        finally:
+            self.held = paused(self.held, now, request)
 
 
 def _go(
@@ -185,7 +194,7 @@ def _go(
 ) -> Reached | Returned:
     token = current_firing.set(now)
     try:
-        return code.go(value, error)
+        return now.runtime.watchdog.run(now.run.agent, code.go, value, error)
     finally:
         current_firing.reset(token)
 
@@ -248,6 +257,7 @@ def keep_frame(run: AgentRun, state: State) -> None:
         return
     if isinstance(course.code, Compiled) and course.code.inner is None:
         assert program is not None
+        course.code.frame.beside = course.held
         try:
             state.frame = snapshot(course.code.frame, program, strict=run.agent.restore is None)
             state.context = course.context.copy()
@@ -282,7 +292,7 @@ def taken(
         now.restored, program = "copy", run.agent.program
         assert program is not None and state.context is not None
         code = Compiled(program, snapshot(state.frame, program))
-        return Course(code, state.context.copy(), children), None
+        return Course(code, state.context.copy(), children, code.frame.beside), None
     now.restored = "replay"
     if run.agent.restore == "copy":
         raise UncopyableError(
@@ -330,7 +340,7 @@ def replayed(
         assert parent is not None
         if at is not None:
             _check_same(run, parent, at)
-        value, error = step.given
+        value, error, again.dialogue = step.given
         if error is not None:
             error = _copied_error(error)
         go = functools.partial(course.go, again, private_copy(value), error)
@@ -384,7 +394,7 @@ def _check_same(run: AgentRun, state: State, at: Reached) -> None:
     if type(was) is not type(now):
         same = False
     elif isinstance(was, Llm):
-        same = (was.messages, was.n) == (now.messages, now.n)
+        same = (was.messages, was.n, _before(was)) == (now.messages, now.n, _before(now))
     elif isinstance(was, Tool):
         same = _function_name(was) == _function_name(now)
     elif isinstance(was, (ChildNext, ChildResult)):
@@ -395,6 +405,10 @@ def _check_same(run: AgentRun, state: State, at: Reached) -> None:
         same = True
     if not same:
         raise _diverged(run, state, f"it waits in line {at.line} for {_shown(now)}")
+
+
+def _before(request: Llm) -> tuple[Message, ...] | None:
+    return request.place and request.place.before
 
 
 def _shown(request: Any) -> str:
