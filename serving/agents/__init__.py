@@ -4,6 +4,7 @@ Follows section 5 of Hive.
 """
 
 from jaxshare.serving.agents.agent import Agent, agent
+from jaxshare.serving.agents.call_keys import call_key
 from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.concurrency import as_completed, first, gather, wait_for
@@ -14,9 +15,11 @@ from jaxshare.serving.agents.errors import (
     DeadlockError,
     DivergedError,
     EndedError,
+    PausedError,
     RoundsError,
 )
 from jaxshare.serving.agents.judging import Judged
+from jaxshare.serving.agents.questions import Question, ask
 from jaxshare.serving.agents.react import react
 from jaxshare.serving.agents.requests import (
     AnswerError,
@@ -62,6 +65,8 @@ __all__ = [
     "MonteCarloTreeSearch",
     "Options",
     "ParseError",
+    "PausedError",
+    "Question",
     "RefusedError",
     "Reply",
     "RoundsError",
@@ -75,6 +80,8 @@ __all__ = [
     "UncopyableError",
     "agent",
     "as_completed",
+    "ask",
+    "call_key",
     "first",
     "gather",
     "llm",

@@ -13,7 +13,7 @@ import asyncio
 import contextvars
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from jaxshare.serving.agents import forks
@@ -33,6 +33,7 @@ from jaxshare.serving.agents.messages import (
     resume,
 )
 from jaxshare.serving.agents.model_calls import UsedUpError
+from jaxshare.serving.agents.questions import Desk, Person
 from jaxshare.serving.agents.requests import Model, Yielded
 from jaxshare.serving.agents.runs import (
     AgentRun,
@@ -60,6 +61,7 @@ class Runtime:
       deepest: limit of nested spawning, where recursion ends with an error.
       most_calls: limit of model calls under way at once; None for no limit.
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
+      ask, answers: answer `ask`: a function of a Question, and answers by the ids of questions.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Runtime:
         deepest: int = 64,
         most_calls: int | None = None,
         journal: Any = None,
+        ask: Person | None = None,
+        answers: Mapping[str, Any] | None = None,
     ):
         self.model, self.seed, self.journal = model, seed, journal
         self.max_agents, self.max_depth = most_agents, deepest
@@ -78,10 +82,10 @@ class Runtime:
         self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
         # Firings: (run, the fired state, the state that it will become).
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
-        self._draining = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self.desk = Desk(ask, answers, journal, self._check_deadlock)
         self._parked: list[tuple[AgentRun, State]] = []
-        self._start_time = time.perf_counter()
+        self._draining, self._start_time = False, time.perf_counter()
         self._finished: asyncio.Future[None] | None = None
 
     def clock(self) -> float:
@@ -93,6 +97,7 @@ class Runtime:
 
         Raises the agent's own error, with notes on the agents that led to it; and
           DeadlockError: all agents wait for each other.
+          PausedError: it waits for answers of a person.
           BudgetError: its budget was used up before any path had ended.
           AgentError: its supervisor never fires a state, or agents interact in an impossible way.
         """
@@ -102,6 +107,7 @@ class Runtime:
             raise RuntimeError("a runtime runs one agent, and what that spawns; make another")
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._finished = self._loop.create_future()
+        self.desk.begin(agent, args, kwargs, self.seed)
         run = self._start(agent, args, kwargs, None, agent.name, 0)
         try:
             await self._finished
@@ -414,11 +420,13 @@ class Runtime:
 
     def _check_deadlock(self) -> None:
         """Ends all runs if none of them can go on."""
-        if self._draining or len(self._tasks) > len(self._parked) or self.runs[0].done:
+        if self._draining or self.runs[0].done or not self.desk.all_idle(self._tasks):
             return
         waiting = [run for run in self.runs if not run.done]
         if stopped := next((run for run in waiting if run.used_up), None):
             self._stop_from_outside(stopped, str(stopped.used_up))
+        elif self.desk.open:
+            self.end(waiting[0], error=self.desk.pause())
         elif not any(run.timer for run in waiting):
             self.end(waiting[0], error=DeadlockError(deadlock_message(waiting, self._parked)))
 
