@@ -19,7 +19,7 @@ from jaxshare.serving.agents.errors import (
     RoundsError,
 )
 from jaxshare.serving.agents.judging import Judged
-from jaxshare.serving.agents.questions import Question, ask
+from jaxshare.serving.agents.questions import OpenQuestion, ask
 from jaxshare.serving.agents.react import react
 from jaxshare.serving.agents.requests import (
     AnswerError,
@@ -63,10 +63,10 @@ __all__ = [
     "Model",
     "ModelCall",
     "MonteCarloTreeSearch",
+    "OpenQuestion",
     "Options",
     "ParseError",
     "PausedError",
-    "Question",
     "RefusedError",
     "Reply",
     "RoundsError",

@@ -27,7 +27,7 @@ class PausedError(AgentError):
     """All that can go on waits for persons; a later run goes on with their answers.
 
     Attributes:
-      questions: those that are open, each a `jaxshare.serving.agents.questions.Question`.
+      questions: those that are open, each a `jaxshare.serving.agents.questions.OpenQuestion`.
     """
 
     def __init__(self, questions: tuple[Any, ...]):

@@ -52,7 +52,7 @@ from jaxshare.serving.agents.journal_entries import (
 )
 from jaxshare.serving.agents.journal_file import DamageError, is_lines, read_lines
 from jaxshare.serving.agents.model_calls import UsedUpError
-from jaxshare.serving.agents.questions import Question
+from jaxshare.serving.agents.questions import OpenQuestion
 from jaxshare.serving.agents.requests import Reply
 from jaxshare.serving.agents.write_ahead import Part, WriteAhead, loaded, opened
 
@@ -144,7 +144,7 @@ class Journal:
         return self._ahead.id
 
     @property
-    def questions(self) -> tuple[Question, ...]:
+    def questions(self) -> tuple[OpenQuestion, ...]:
         """The open questions to a person, as far as runs have come."""
         answered = {*self._ahead.answers, *(digest_of("", *key, size=4) for key in self._entries)}
         return tuple(one for id, one in self._ahead.questions.items() if id not in answered)
@@ -176,7 +176,7 @@ class Journal:
         """A person's answer to a question."""
         return self._ahead.answers.get(id, default)
 
-    def record_question(self, question: Question) -> None:
+    def record_question(self, question: OpenQuestion) -> None:
         """Records that a question is open."""
         self._ahead.record_question(question)
 

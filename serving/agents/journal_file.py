@@ -78,7 +78,7 @@ class JournalFile:
 
     Attributes:
       path: its name.
-      values: of the lines that it had; the first is the header. Whoever reads them may clear them.
+      values: of the lines that it had; the first is the header. A reader may clear them.
       is_private: whether no other user can have written it.
     """
 

@@ -47,7 +47,7 @@ def ask(question: str, /, *, options: Iterable[str] | None = None, returns: Any 
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class OpenQuestion:
     """A question to a person.
 
     Attributes:
@@ -94,7 +94,7 @@ class Question:
             raise error
 
 
-Person = Callable[[Question], Any]
+Person = Callable[[OpenQuestion], Any]
 """Answers a question, or gives None to leave it open; may be an async def."""
 
 
@@ -102,7 +102,7 @@ class Desk:
     """The place where the questions of a run wait for answers.
 
     Attributes:
-      open: the questions that nobody has answered, by id.
+      open: the questions without an answer, by id.
       session: tells the run from others, in all its restarts; of its journal.
       is_paused: whether the run has ended because all of it waits for persons.
     """
@@ -126,11 +126,11 @@ class Desk:
           TypeError, ValueError: they are none, or the journal does not know their questions.
         """
         if person is not None and not callable(person):
-            raise TypeError(f"ask is {shown(person)}; give a function that answers a Question")
+            raise TypeError(f"ask is {shown(person)}; give a function that answers an OpenQuestion")
         if answers is not None and not isinstance(answers, Mapping):
             raise TypeError(f"answers is {shown(answers)}; give a dict of answers by question id")
         self.session = secrets.token_hex(8) if journal is None else journal.id
-        self.open: dict[str, Question] = {}
+        self.open: dict[str, OpenQuestion] = {}
         self.is_paused = False
         self._person, self._answers = person, dict(answers or {})
         self._journal, self._look = journal, look
@@ -147,7 +147,7 @@ class Desk:
 
     async def answer(self, run: Any, state: Any, request: Ask, path: tuple[int, ...]) -> Any:
         """The answer to a question, as a journal keeps it; never without one."""
-        question = Question(
+        question = OpenQuestion(
             digest_of("", run.id, path, size=4),
             request.question,
             request.options,
@@ -173,7 +173,7 @@ class Desk:
                 given = None
         return await self._forever(question)
 
-    async def _asked(self, question: Question) -> Any:
+    async def _asked(self, question: OpenQuestion) -> Any:
         person: Any = self._person
         if inspect.iscoroutinefunction(person) or inspect.iscoroutinefunction(
             type(person).__call__
@@ -181,7 +181,7 @@ class Desk:
             return await person(question)
         return await in_thread(lambda: person(question))
 
-    async def _forever(self, question: Question) -> Any:
+    async def _forever(self, question: OpenQuestion) -> Any:
         if self._journal is not None:
             self._journal.record_question(question)
         self.open[question.id] = question

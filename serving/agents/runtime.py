@@ -61,7 +61,7 @@ class Runtime:
       deepest: limit of nested spawning, where recursion ends with an error.
       most_calls: limit of model calls under way at once; None for no limit.
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
-      ask, answers: answer `ask`: a function of a Question, and answers by the ids of questions.
+      ask, answers: answer `ask`: a function of an OpenQuestion, and answers by the ids of questions.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a journal keeps beside the outcomes of firings, and the file that it grows in, if any.
+"""A journal beside the outcomes of firings, and the file that it grows in, if any.
 
 That is the identity of the run, the answers of the model that a firing has so far if it needs
 several, the open questions to a person, and the answers given to them.
@@ -13,7 +13,7 @@ from typing import Any
 from jaxshare.argument_checks import shown
 from jaxshare.serving.agents import identity
 from jaxshare.serving.agents.journal_file import FORMAT, DamageError, JournalFile
-from jaxshare.serving.agents.questions import Question
+from jaxshare.serving.agents.questions import OpenQuestion
 from jaxshare.serving.agents.requests import Reply
 from jaxshare.serving.chat import BrokenCall, ToolCall
 
@@ -22,7 +22,7 @@ Part = tuple[str, tuple[int, ...], int, int]
 
 
 class WriteAhead:
-    """What a journal has beside its entries; with a file, all is on the disk before it counts.
+    """The part of a journal beside its entries; with a file, all is on the disk before it counts.
 
     Attributes:
       file: None for a journal in memory.
@@ -34,7 +34,7 @@ class WriteAhead:
     def __init__(self, file: JournalFile | None = None):
         self.file, self.id = file, secrets.token_hex(8)
         self.header: dict[str, Any] | None = None
-        self.questions: dict[str, Question] = {}
+        self.questions: dict[str, OpenQuestion] = {}
         self.answers: dict[str, Any] = {}
         self._replies: dict[Part, Reply] = {}
 
@@ -60,7 +60,7 @@ class WriteAhead:
             }:
                 self._replies[run, tuple(path), number, attempt] = _reply(said)
             case {"question": {"id": str(id), "options": options, **rest}}:
-                self.questions[id] = Question(id=id, options=tuple(options), **rest)
+                self.questions[id] = OpenQuestion(id=id, options=tuple(options), **rest)
             case {"answer": str(id), "value": given}:
                 self.answers[id] = given
             case _:
@@ -104,7 +104,7 @@ class WriteAhead:
 
     # Questions and answers of persons.
 
-    def record_question(self, question: Question) -> None:
+    def record_question(self, question: OpenQuestion) -> None:
         """Records that a question is open."""
         if question != self.questions.get(question.id):
             self.append({"question": dataclasses.asdict(question)})
