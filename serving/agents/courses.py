@@ -219,14 +219,34 @@ def begun(
 
 
 def keep(run: AgentRun, state: State, course: Course) -> None:
-    """Leaves a course at the state that it has come to, with a copy if there can be one."""
-    state.course, code = course, course.code
+    """Leaves a course at the state that it has come to.
+
+    Raises:
+      UncopyableError: states of the agent are to be copied, and this one cannot be.
+    """
+    state.course = course
     state.children, state.positions = course.children, course.children.kept()
-    if isinstance(code, Compiled) and code.inner is None and not state.is_uncopied:
-        program = run.agent.program
+    if not isinstance(course.code, Compiled) or course.code.inner is not None:
+        state.is_uncopied = True
+    elif run.agent.restore == "copy":
+        keep_frame(run, state)
+
+
+def leave(run: AgentRun, state: State) -> None:
+    """Keeps a copy of a state's frame before its course goes on, if the state may be fired again."""
+    if run.supervisor.refires(state) or (run.may_be_forked and isinstance(state.waiting, Yielded)):
+        keep_frame(run, state)
+
+
+def keep_frame(run: AgentRun, state: State) -> None:
+    """Keeps a copy of the frame that waits in a state, if there can be one."""
+    course, program = state.course, run.agent.program
+    if state.frame is not None or state.is_uncopied or course is None:
+        return
+    if isinstance(course.code, Compiled) and course.code.inner is None:
         assert program is not None
         try:
-            state.frame = snapshot(code.frame, program, strict=run.agent.restore is None)
+            state.frame = snapshot(course.code.frame, program, strict=run.agent.restore is None)
             state.context = course.context.copy()
             return
         except UncopyableError:
@@ -249,8 +269,11 @@ def taken(
     if not again and now.path[-1] == 0 and (course := state.course) is not None:
         # The first firing, however late its outcome is: so which path goes on does not depend on
         # what is faster.
+        leave(run, state)
         state.course, now.restored = None, "original"
         return course, None
+    if not again:
+        keep_frame(run, state)
     children = now.children or Children(state.positions, is_copy=True)
     if not again and state.frame is not None:
         now.restored, program = "copy", run.agent.program

@@ -16,6 +16,7 @@ from jaxshare.serving.agents.courses import (
     Reached,
     is_own_awaitable,
     keep,
+    leave,
     taken,
 )
 from jaxshare.serving.agents.dialogue import Message
@@ -201,6 +202,7 @@ def run_to_next_wait(
     value, error = came.value, came.error
     if error is None and isinstance(value, Follow):
         # The agent's code does not go on, so both states can have this frame.
+        leave(run, state)
         new.frame, new.context = state.frame, state.context
         new.is_uncopied, new.is_followed = state.is_uncopied, True
         new.children, new.positions = state.children, state.positions

@@ -84,7 +84,8 @@ async def _answer(
             _call_seed(runtime.seed, run.id, path, number, attempt),
             run.agent.name,
             run.id,
-            tuple(step for step in path if step >= 0),  # those below are parts of one wait
+            # Steps below 0, which come last, are parts of one wait.
+            path if path[-1] >= 0 else tuple(step for step in path if step >= 0),
             chat.tools,
             chat.variables,
             chat.grammar,

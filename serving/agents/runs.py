@@ -18,7 +18,7 @@ from jaxshare.serving.agents.compiler.frames import shared
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
-from jaxshare.serving.agents.states import Arrival, State, Supervisor
+from jaxshare.serving.agents.states import Arrival, Single, State, Supervisor
 
 
 class Host(Protocol):
@@ -154,6 +154,10 @@ class AgentRun:
         self.parent = self.owner = parent
         self.spawned_in = spawned_in
         self.depth: int = parent.depth + 1 if parent else 0
+        # Whether two paths of a run above may come to deal with it in different ways.
+        self.may_be_forked: bool = parent is not None and (
+            parent.may_be_forked or type(parent.supervisor) is not Single
+        )
         self.root = State(agent.name, id, ())
         self.states = [self.root]
         # Copies of its arguments, for replays; or why there are none.

@@ -38,7 +38,8 @@ class State:
       score: the score given by the supervisor's value function, or None.
       fired: number of its firings.
       times: start and end of the firing that led to it, in seconds since the runtime's start.
-      frame: a copy of the agent's variables and position in its code, if one can be made.
+      frame: a copy of the agent's variables and position in its code, if the state may be fired
+        again and one can be made.
       arrived: the outcome of a wait for another agent, once there.
       restored: how the parent was restored for the firing that led here: "original" (its own
         frame went on), "copy" or "replay"; "" for the first state.
@@ -97,7 +98,8 @@ class State:
     def variables(self) -> Mapping[str, Any]:
         """A read-only view of the agent's variables.
 
-        There are none once a state has been fired that cannot be copied.
+        There are none once a state has been fired that is not kept: it cannot be copied, or its
+        supervisor fires it once.
         """
         held = self.frame
         if held is None:
@@ -215,6 +217,13 @@ class Supervisor:
             and (state.asks_model or state.finished)
         )
 
+    def refires(self, state: State) -> bool:
+        """True if it may fire a state more than once, which is then kept as it is.
+
+        A state that is fired again against this is restored by a replay.
+        """
+        return True
+
     def stop(self, reason: str) -> None:
         """Ends the search, since the budget is used up; the answer is chosen from what there is."""
         self.over = True
@@ -228,7 +237,7 @@ def supervisor_for_run(pattern: Any) -> Supervisor:
     for name in ("budget", "value", "over", "accepted"):
         if not hasattr(made, name):
             setattr(made, name, getattr(Supervisor, name))
-    for name in ("judges", "stop"):
+    for name in ("judges", "refires", "stop"):
         if not hasattr(made, name):
             setattr(made, name, types.MethodType(getattr(Supervisor, name), made))
     return made
@@ -252,6 +261,9 @@ class Paths(Supervisor):
     def reached(self, state: State) -> None:
         """Called when a path has come to a state that waits for the model, or to its end."""
         raise NotImplementedError
+
+    def refires(self, state: State) -> bool:
+        return state.asks_model or state.waiting is None
 
     def fire(self) -> Iterable[State]:
         ready, self._ready = self._ready, []
@@ -278,6 +290,9 @@ class Single(Paths):
             self.over, self.accepted = True, state
         else:
             self._ready.append(state)
+
+    def refires(self, state: State) -> bool:
+        return False
 
 
 def best(states: Iterable[State], count: int = 1) -> list[State]:

@@ -325,9 +325,10 @@ def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
         else:
             made.extend([duplicate(each, memo) for each in value])
     elif kind is dict:
-        memo[id(value)] = made = {}
-        made.update([(duplicate(key, memo), duplicate(each, memo)) for key, each in value.items()])
+        made = _dictionary(value, memo)
     elif kind is tuple:
+        if CONSTANT.issuperset(map(type, value)):
+            return value
         made = tuple([duplicate(each, memo) for each in value])
         # A tuple that contains itself was copied during the recursion.
         made = memo.setdefault(id(value), made)
@@ -353,6 +354,20 @@ def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
         raise TypeError("a weak reference refers to what was copied")
     else:
         made = _object(value, kind, memo)
+    return made
+
+
+def _dictionary(value: dict[Any, Any], memo: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of a dictionary."""
+    if not CONSTANT.issuperset(map(type, value)):
+        memo[id(value)] = made = {}
+        made.update([(duplicate(key, memo), duplicate(each, memo)) for key, each in value.items()])
+        return made
+    memo[id(value)] = made = value.copy()
+    if not CONSTANT.issuperset(map(type, value.values())):
+        for key, each in value.items():
+            if type(each) not in CONSTANT:
+                made[key] = duplicate(each, memo)
     return made
 
 
