@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxshare.models.config_fields import first_line
-from jaxshare.paths import whole_file
+from jaxshare.paths import WriteError, whole_file
 from jaxshare.serving import checksums
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.call_keys import digest_of
@@ -73,12 +73,14 @@ class Journal:
     Attributes:
       strict: a firing without an entry, or with the entry of another request, is a ReplayError.
       missed: the firings without an entry, if strict.
+      fail: ends the run, since nothing more can be written to the file.
     """
 
     def __init__(self, *, strict: bool = False):
         self.strict = strict
         self.missed: list[Key] = []
         self._ahead = WriteAhead()
+        self.fail: Callable[[Exception], None] | None = None
         self._entries: dict[Key, Entry] = {}
         self._pending: dict[Key, str] = {}  # summaries of requests without an outcome so far
         self._allow_pickles = True
@@ -178,7 +180,7 @@ class Journal:
 
     def record_question(self, question: OpenQuestion) -> None:
         """Records that a question is open."""
-        self._ahead.record_question(question)
+        self._append(lambda: self._ahead.record_question(question))
 
     def reply(self, part: Part) -> Reply | None:
         """The recorded answer to one of the calls of a firing that needs several."""
@@ -186,7 +188,15 @@ class Journal:
 
     def record_reply(self, part: Part, reply: Reply) -> None:
         """Records the answer to one of the calls of a firing that needs several."""
-        self._ahead.record_reply(part, reply)
+        self._append(lambda: self._ahead.record_reply(part, reply))
+
+    def _append(self, append: Callable[[], None]) -> None:
+        try:
+            append()
+        except (WriteError, ValueError) as error:
+            if self.fail is not None:
+                self.fail(error)
+            raise
 
     def lookup(
         self, key: Key, request: Any = None
@@ -269,7 +279,7 @@ class Journal:
             )
             refused = TypeError(told)
             entry = dataclasses.replace(outcome_of_error(entry.request, refused), spent=entry.spent)
-        self._ahead.append(line_of(key, entry))
+        self._append(lambda: self._ahead.append(line_of(key, entry)))
         self._entries[key] = entry
         if refused:
             raise refused

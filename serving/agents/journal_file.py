@@ -4,12 +4,13 @@ The first line says what the run is of; every line has its number and a checksum
 is damaged, lost or moved is found. Only the last line can be torn, by a kill or a power loss.
 """
 
+import contextlib
 import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxshare.paths import WriteError, sync_folder, unwritable_file
 from jaxshare.serving import checksums
@@ -100,7 +101,8 @@ class JournalFile:
             raise ValueError(f"the journal is {os.fspath(file)!r}, a device; give a file")
         self.path = Path(file)
         self._lock = OutputLock.of_file(file, "give another journal")
-        self._descriptor, self._error = -1, None
+        self._file: BinaryIO | None = None
+        self._error: WriteError | None = None
         try:
             data = real.read_bytes() if real.exists() else b""
             if not is_lines(data) and not _BEGIN.startswith(data):
@@ -108,31 +110,44 @@ class JournalFile:
                     f"{file} is no journal that grows with its run; give a file that Journal.open "
                     "has made, or a new one (Journal.load reads those of Journal.save)"
                 )
-            self.values, self._size = read_lines(file, data)
+            self.values, size = read_lines(file, data)
             self._count = len(self.values)
-            self._descriptor = os.open(real, os.O_RDWR | os.O_CREAT, 0o600)
-            self._make_ready(data)
+            self._file = self._opened(real)
+            self._make_ready(self._file, len(data), size)
         except BaseException:
             self.close()
             raise
 
-    def _make_ready(self, data: bytes) -> None:
+    def _opened(self, real: Path) -> BinaryIO:
+        """Opens the file, which is made if it is missing; what is in it is its user's alone."""
+        try:
+            if real.exists():
+                return open(real, "r+b", buffering=0)
+            made = open(real, "x+b", buffering=0)  # noqa: SIM115, the caller closes it
+            os.fchmod(made.fileno(), 0o600)
+            return made
+        except OSError as error:
+            raise WriteError.of(self.path, error) from error
+
+    def _make_ready(self, file: BinaryIO, length: int, size: int) -> None:
         """Takes a torn line off, and ends a last line that only lacks its end."""
-        status = os.fstat(self._descriptor)
-        self.is_private = os.name != "posix" or (
-            status.st_uid == os.getuid() and not status.st_mode & 0o022
-        )
-        if self._size > len(data):
-            os.pwrite(self._descriptor, b"\n", len(data))
-        elif self._size < len(data):
-            os.ftruncate(self._descriptor, self._size)
-            _log.warning(
-                "warning: the last line of the journal %s was cut off while it was written, and is "
-                "dropped; its call is made again",
-                self.path,
-            )
-        os.fsync(self._descriptor)
-        sync_folder(Path(os.path.realpath(self.path)).parent)
+        status = os.fstat(file.fileno())
+        self.is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+        try:
+            file.seek(min(length, size))
+            if size > length:
+                file.write(b"\n")
+            elif size < length:
+                file.truncate(size)
+                _log.warning(
+                    "warning: the last line of the journal %s was cut off while it was written, and "
+                    "is dropped; its call is made again",
+                    self.path,
+                )
+            os.fsync(file.fileno())
+            sync_folder(Path(os.path.realpath(self.path)).parent)
+        except OSError as error:
+            raise WriteError.of(self.path, error) from error
 
     def append(self, value: Mapping[str, Any]) -> None:
         """Writes one more line; it is on the disk when this returns.
@@ -141,32 +156,33 @@ class JournalFile:
           WriteError: the disk takes nothing more, now or before; the file has whole lines.
           ValueError: the journal was closed.
         """
-        self.check()
-        line = json.dumps(checksums.sealed({_NUMBER: self._count + 1, **value})).encode()
+        file = self.check()
+        line = json.dumps(checksums.sealed({_NUMBER: self._count + 1, **value})).encode() + b"\n"
+        start = file.tell()
         try:
-            rest = memoryview(line + b"\n")
-            while rest:
-                rest = rest[
-                    os.pwrite(self._descriptor, rest, self._size + len(line) + 1 - len(rest)) :
-                ]
-            os.fsync(self._descriptor)
+            rest = memoryview(line)
+            while rest:  # a disk that fills up takes a part of it
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
         except OSError as error:
+            with contextlib.suppress(OSError):
+                file.truncate(start)
             self._error = WriteError.of(self.path, error)
             raise self._error from error
-        self._size += len(line) + 1
         self._count += 1
 
-    def check(self) -> None:
+    def check(self) -> BinaryIO:
         """Raises the error of `append` if nothing more can be written."""
         if self._error is not None:
             raise self._error
-        if self._descriptor < 0:
+        if self._file is None:
             raise ValueError(f"the journal {self.path} was closed; open it again")
+        return self._file
 
     def close(self) -> None:
         """Closes the file and gives the lock back; nothing more can be written."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
         if isinstance(self._lock, OutputLock):
             self._lock.release()

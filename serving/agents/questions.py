@@ -113,6 +113,7 @@ class Desk:
         answers: Mapping[str, Any] | None,
         journal: Any,
         look: Callable[[], None],
+        fail: Callable[[BaseException], None],
     ):
         """Makes a desk.
 
@@ -121,6 +122,7 @@ class Desk:
           answers: to questions, by their ids.
           journal: of the run, or None.
           look: looks whether anything can go on.
+          fail: ends the run by an error of its journal.
 
         Raises:
           TypeError, ValueError: they are none, or the journal does not know their questions.
@@ -133,7 +135,7 @@ class Desk:
         self.open: dict[str, OpenQuestion] = {}
         self.is_paused = False
         self._person, self._answers = person, dict(answers or {})
-        self._journal, self._look = journal, look
+        self._journal, self._look, self._fail = journal, look, fail
         # Of tasks that wait: the futures of their parts, or None for a person's answer.
         self._waits: dict[Any, Mapping[Any, asyncio.Future[Any]] | None] = {}
         if journal is not None:
@@ -144,6 +146,7 @@ class Desk:
         """Tells the journal what is run; see `Journal.begin`."""
         if self._journal is not None:
             self._journal.begin(agent, args, kwargs, seed)
+            self._journal.fail = self._fail
 
     async def answer(self, run: Any, state: Any, request: Ask, path: tuple[int, ...]) -> Any:
         """The answer to a question, as a journal keeps it; never without one."""

@@ -83,7 +83,7 @@ class Runtime:
         # Firings: (run, the fired state, the state that it will become).
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.desk = Desk(ask, answers, journal, self._check_deadlock)
+        self.desk = Desk(ask, answers, journal, self._check_deadlock, self._fail)
         self._parked: list[tuple[AgentRun, State]] = []
         self._draining, self._start_time = False, time.perf_counter()
         self._finished: asyncio.Future[None] | None = None
