@@ -50,7 +50,8 @@ class Metrics:
         )
         self._tokens = Counter(
             "jaxshare_tokens",
-            "Tokens of requests: prefilled, sampled, or taken from the Logits Cache",
+            "Tokens of requests: prefilled, sampled, or taken from the Logits Cache: of requests that "
+            "have ended, or that were followed",
             ["how"],
             registry=registry,
         )
@@ -136,6 +137,9 @@ class Metrics:
     def looked_up(self, replayed: int) -> None:
         self._lookups.labels("hit" if replayed else "miss").inc()
         self._tokens.labels("replayed").inc(replayed)
+
+    def followed(self, tokens: int) -> None:
+        self._tokens.labels("followed").inc(tokens)
 
     def drafted(self, accepted: int, rejected: int) -> None:
         self._drafted.labels("right").inc(accepted)

@@ -27,6 +27,7 @@ from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
 from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
+from jaxshare.serving.engine.siblings import Siblings
 from jaxshare.serving.engine.speculation import SHAPES
 from jaxshare.serving.errors import NotANumberError, NoTokenError
 from jaxshare.serving.kvcache.manager import KVManager, Wait
@@ -93,7 +94,7 @@ class Scheduler:
             groups=groups,
             sessions=takes_sessions,
         )
-        self.sessions = WaitingSessions()
+        self.sessions, self._siblings = WaitingSessions(), Siblings(output)
 
     @property
     def live(self) -> list[RunningRequest]:
@@ -105,8 +106,7 @@ class Scheduler:
     def step(self, admit: bool = True) -> bool:
         """Runs one step; False if no request is left. Without `admit` the queue goes on waiting."""
         self._finish_cancelled()
-        for request in [r for r in self.queue if r.resample and not r.looked_up]:
-            self.output.look_up(request)
+        self._siblings.look_up(self.live)
         while True:
             admitted = self._admit() if admit else 0
             if long := [row for row in self.live if row.needs_prefill]:
@@ -122,6 +122,7 @@ class Scheduler:
             # A prefilling row must not wait long for its next chunk, nor a request for a row.
             passes, prefilling = self._most_passes(), any(not row.decoding for row in self.live)
             passes = max(1, passes // 4) if prefilling else passes
+            passes = self._siblings.passes(passes, self.live)
             self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
         if self._prefill_first and not len(self.queue):
             self._narrow()
@@ -155,6 +156,8 @@ class Scheduler:
         running = collections.Counter(row.request.agent for row in self.live)
         admitted = 0
         for request in self.queue:
+            if self._siblings.holds(request, self.live):
+                continue
             if not free and not self._preempt_for(request):
                 break
             free = free or self._free_rows()
@@ -358,6 +361,7 @@ class Scheduler:
             self._finish(row, reason)
         else:
             self.output.publish(request)
+            self._siblings.grew(request)
 
     def _extend(self, row: RunningRequest) -> None:
         """Extends a row whose block is full; preempts rows where there is no memory."""
@@ -416,6 +420,7 @@ class Scheduler:
         self.rows = [None] * len(self.rows)
         self.queue = self.output.queue = FairQueue()
         self.sessions.clear()
+        self._siblings.clear()
         self._decode_rows.reset()
         self.kv.reset()
 
