@@ -138,6 +138,9 @@ class Metrics:
         self._lookups.labels("hit" if replayed else "miss").inc()
         self._tokens.labels("replayed").inc(replayed)
 
+    def left_alone(self) -> None:
+        self._lookups.labels("none wanted").inc()
+
     def followed(self, tokens: int) -> None:
         self._tokens.labels("followed").inc(tokens)
 

@@ -17,6 +17,7 @@ from jaxshare.serving.engine.stream import TokenChunk
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
+from jaxshare.serving.logits_cache.payoff import Payoff
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -28,6 +29,7 @@ class OutputProcessor:
       model: the model whose stop tokens end an output.
       queue, policy, metrics: receive every finished request.
       logits: the Logits Cache, or None; hotspot: the rule for requests with `resample="hotspot"`.
+      payoff: decides which requests use the cache; None for all.
 
     Attributes:
       written: states of which new distributions were written since requests were looked up last.
@@ -42,7 +44,9 @@ class OutputProcessor:
         metrics: Metrics,
         logits: LogitsCache | None,
         hotspot: Hotspot = USUAL,
+        payoff: Payoff | None = None,
     ):
+        self.payoff = payoff or Payoff((1, 1, 1), None)
         self.queue, self.policy, self.metrics = queue, policy, metrics
         self.logits, self.hotspot = logits, hotspot
         self.stops = frozenset(model.generation.stop_tokens)
@@ -56,11 +60,12 @@ class OutputProcessor:
     def look_up(self, request: Request) -> None:
         """Takes the beginning of an output from the Logits Cache."""
         assert self.logits is not None
-        tokens = (
-            self.logits.hotspot(*self._replay_of(request), self.hotspot)
-            if request.resample == "hotspot"
-            else self.logits.replay(*self._replay_of(request))
-        )
+        with self.payoff.hosting():
+            tokens = (
+                self.logits.hotspot(*self._replay_of(request), self.hotspot)
+                if request.resample == "hotspot"
+                else self.logits.replay(*self._replay_of(request))
+            )
         self.metrics.looked_up(len(tokens))
         self._take_replayed(request, tokens)
 
@@ -94,9 +99,12 @@ class OutputProcessor:
         else:
             self.publish(request)
 
-    def draft_lookup(self, request: Request) -> DraftLookup | None:
-        """A draft lookup in the latest output for the same prompt, or None where there is none."""
+    def draft_lookup(self, request: Request, host_seconds: float) -> DraftLookup | None:
+        """A draft lookup in the latest output for the same prompt, or None where there is none, or
+        drafts do not pay."""
         if not request.resample or self.logits is None:
+            return None
+        if not self.payoff.drafts_pay(host_seconds):
             return None
         output = self.logits.latest_output(request.prompt)
         return DraftLookup(output) if len(output) else None
@@ -108,8 +116,12 @@ class OutputProcessor:
         self.queue.finish(request)
         request.finished = True
         if request.resample and reason is not FinishReason.ERROR:
-            self.write_logits(request)
+            with self.payoff.hosting():
+                self.write_logits(request)
             self._replay_ahead(request)
+            sampled = len(request.sampled)
+            kind = self.kind_of(request)
+            self.payoff.ended(kind, request.num_replayed, sampled - request.num_replayed)
         self.publish(request)
         output = request.stream.finish(_final_output(request, reason, error))
         self.policy.finished(request.agent, len(request.output))
@@ -141,6 +153,10 @@ class OutputProcessor:
             self.written.add(request.state)
         request.num_written += len(new)
         request.top_logits.clear()
+
+    def kind_of(self, request: Request) -> tuple[str, float, str | None]:
+        """The requests among which it is counted whether the cache pays."""
+        return request.agent, request.sampler.temperature, request.resample
 
     def _replay_ahead(self, request: Request) -> None:
         """Lets the replay of the next request with the same prompt be computed ahead."""

@@ -199,7 +199,7 @@ class Scheduler:
         if isinstance(node, Wait):
             return node
         self.queue.take(request)
-        drafts = self.output.draft_lookup(request)
+        drafts = self.output.draft_lookup(request, self.kv.speeds.host_seconds)
         self.rows[index] = row = RunningRequest(request, index, node, drafts=drafts)
         num_unread = len(row.unread)
         if not num_unread:
@@ -256,6 +256,7 @@ class Scheduler:
             kv=self.kv,
             views=self._draft_views,
             metrics=self.metrics,
+            payoff=self.output.payoff,
             stops=self.output.stops,
             num_top_logits=self.output.num_top_logits,
         )
@@ -304,6 +305,7 @@ class Scheduler:
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
         self.metrics.ran("decode", result.passes)
+        self.output.payoff.ran(len(rows), self.kv.speeds.last_pass_seconds)
         for row in rows:
             length = int(result.lengths[row.block])
             row.extent.length += length - row.length

@@ -40,6 +40,10 @@ class Siblings:
         for request in [r for r in self._output.queue if r.resample]:
             if request.state is None:
                 request.state = state_digest(request.prompt)
+                if not self._output.payoff.pays(self._output.kind_of(request), request.state):
+                    request.resample = None
+                    self._output.metrics.left_alone()
+                    continue
                 family = self._families.setdefault(request.state, [])
                 family.append(request)
                 if len(family) == 2:  # the first one was alone, and has kept what it computed

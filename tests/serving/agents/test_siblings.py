@@ -10,6 +10,7 @@ from jaxshare.serving.agents import Runtime, agent, llm
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.repeated_runs import BestOfN, SelfConsistency
 from jaxshare.serving.agents.search import MonteCarloTreeSearch, TreeOfThoughts
+from tests.serving.engine.stepped import use_always
 
 
 @agent
@@ -37,6 +38,7 @@ def models():
     """Models on one engine, without the cache's use and with it."""
     sampler = Sampler(temperature=0.5)
     plain = EngineModel(load(EMBEDDED), sampler=sampler, max_rows=4, logits_cache=10**8)
+    use_always(plain.engine)
     return plain, EngineModel(plain.engine, sampler=sampler, resample="stepwise")
 
 
