@@ -156,6 +156,7 @@ class Engine(SessionHost):
         top_logprobs: int = 0,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        next_seed: int | None = None,
     ) -> Any:
         """Submits a request; from any thread, without waiting. None leaves an option to the sampler.
 
@@ -175,6 +176,8 @@ class Engine(SessionHost):
           logprobs: of sampled tokens: True under the model, "processed" as drawn; not with `resample`.
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
           tools, chat_template_kwargs: with messages; see `encode_messages`.
+          next_seed: of the next request with this prompt, if that is known: with `resample` its
+            replay is computed ahead, once this one has ended.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
@@ -188,6 +191,7 @@ class Engine(SessionHost):
         several = validation.samples_of_prompt(sampler, n, best_of, resample)
         given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
+        given["next_seed"] = next_seed
         options = validation.RequestOptions.checked(
             self.model,
             sampler=sampler,

@@ -7,7 +7,7 @@ import pytest
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, load
 from jaxshare.serving.agents import Runtime, agent, llm
-from jaxshare.serving.agents.backends import EngineModel
+from jaxshare.serving.agents.backends import EngineModel, ScriptedModel
 from jaxshare.serving.agents.repeated_runs import BestOfN, SelfConsistency
 from jaxshare.serving.agents.search import MonteCarloTreeSearch, TreeOfThoughts
 from tests.serving.engine.stepped import use_always
@@ -51,7 +51,9 @@ def test_siblings_hit_the_cache_and_say_what_they_would_have_said(models, name):
     assert plain == cached and len(plain) > 4
     assert after.hits > before.hits
     assert after.replayed + after.followed > before.replayed + before.followed
-    if name != "monte carlo":  # which fires one state at a time
+    if name == "monte carlo":  # which fires one state at a time
+        assert after.ahead > before.ahead
+    else:
         assert after.followed > before.followed
 
 
@@ -62,3 +64,19 @@ async def searched(model: EngineModel, name: str):
 
 def said(state) -> list[str]:
     return [message.content for message in state.dialogue]
+
+
+def test_a_call_knows_its_seed_in_the_next_firing_of_its_state():
+    model = ScriptedModel({"?": "an answer", "And": "another"})
+
+    async def searched_by_script():
+        searching = solver.under(TreeOfThoughts(3, 2, value))
+        return await Runtime(model, seed=3).run(searching, "A question?")
+
+    asyncio.run(searched_by_script())
+    seeds = {call.state: (call.seed, call.next_seed) for call in model.calls}
+    assert len({seed for seed, _ in seeds.values()}) == len(seeds)
+    again = [path for path in seeds if path[-1]]
+    assert len(again) > 3
+    for path in again:
+        assert seeds[*path[:-1], path[-1] - 1][1] == seeds[path][0]
