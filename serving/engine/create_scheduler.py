@@ -5,6 +5,7 @@ from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.scheduler import Scheduler
+from jaxshare.serving.kvcache.contribution import Contribution
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.policy import Policy
@@ -33,8 +34,8 @@ def create_scheduler(
       logits, hotspot: the Logits Cache, and the rule for samples that leave it.
     """
     tokens, host_tokens, rows, passes = sizes
-    queue = FairQueue()
     policy = make_policy(policy) if isinstance(policy, str) else policy
+    queue = FairQueue(policy.contributions if isinstance(policy, Contribution) else None)
     kept = (logits.num_top_logits or 1) if logits else 1
     # Several processes have to decide alike, and each would measure something else.
     is_alone = model.mesh is None or not model.mesh.is_multi_process

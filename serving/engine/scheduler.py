@@ -137,6 +137,7 @@ class Scheduler:
             self.output.finish(request, FinishReason.CANCELLED)
 
     def _set_metrics(self) -> None:
+        self.metrics.set_contributions(self.queue.contributions())
         decoding, pool = sum(row.decoding for row in self.live), self.kv.pool
         self.metrics.set_state(
             decoding=decoding,
@@ -420,7 +421,7 @@ class Scheduler:
     def reset(self) -> None:
         """Empties memory, rows and queue after a failure, which may have consumed the cache."""
         self.rows = [None] * len(self.rows)
-        self.queue = self.output.queue = FairQueue()
+        self.queue = self.output.queue = FairQueue(self.queue.contributions)
         self.sessions.clear()
         self._siblings.clear()
         self._decode_rows.reset()
