@@ -148,10 +148,8 @@ def measure(
     seed: int,
     say: Callable[[str], None],
     task: str = TASKS[0],
-    supervisors: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measures one model at all temperatures, once everything is compiled: its prompts alone, and
-    some of them under each supervisor."""
+    """Measures one model at all temperatures, once everything is compiled: its prompts alone."""
     forbidden = tuple(model.generation.stop_tokens)
     # Nothing is evicted: all answers of a prompt fit beside it, and the capacity of the next one.
     capacity = scale.rows * (max(map(len, prompts)) + (turns + 2) * (tokens + GROWTH))
@@ -186,24 +184,9 @@ def measure(
             say(f"{name}: temperature {temperature}, group {number + 1} of {len(groups)}")
             done.append(run(group, temperature, tokens, turns, seed))
         points.append(summarise(temperature, done, model.config.vocab_size))
-    searches = []
-    for supervisor, temperature in itertools.product(supervisors, temperatures):
-        say(f"{name}: {supervisor} at temperature {temperature}")
-        searches.append(
-            search_point(
-                model,
-                prompts[: scale.searched],
-                supervisor=supervisor,
-                temperature=temperature,
-                tokens=tokens,
-                kept=scale.kept,
-                seed=seed,
-            )
-        )
     return {
         "model": name,
         "task": task,
-        "searches": searches,
         "dtype": str(cache_dtype(model)),
         "vocab": model.config.vocab_size,
         **dataclasses.asdict(scale),
@@ -241,6 +224,31 @@ def warm_up(
             ]
             for stream in streams:
                 stream.wait()
+
+
+def search_all(
+    name: str,
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Measures some of the prompts under each supervisor at all temperatures."""
+    scale, found = options.scales[name], []
+    for supervisor, temperature in itertools.product(options.supervisors, options.temperatures):
+        say(f"{name}: {supervisor} at temperature {temperature}")
+        found.append(
+            search_point(
+                model,
+                prompts[: scale.searched],
+                supervisor=supervisor,
+                temperature=temperature,
+                tokens=options.tokens,
+                kept=scale.kept,
+                seed=options.seed,
+            )
+        )
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -315,21 +323,19 @@ def measure_all(options: Options) -> list[dict[str, Any]]:
                     options.seed, dtype=options.dtype, forks=options.forks, rejoin=options.rejoin
                 )
                 prompts = prompts_of(model, puzzles[name], [*map(len, prompts)], options.seed)
-            results.append(
-                measure(
-                    name,
-                    model,
-                    prompts,
-                    options.scales[name],
-                    temperatures=options.temperatures,
-                    tokens=options.tokens,
-                    turns=options.turns,
-                    seed=options.seed,
-                    say=say,
-                    task=task,
-                    supervisors=options.supervisors,
-                )
+            result = measure(
+                name,
+                model,
+                prompts,
+                options.scales[name],
+                temperatures=options.temperatures,
+                tokens=options.tokens,
+                turns=options.turns,
+                seed=options.seed,
+                say=say,
+                task=task,
             )
+            results.append(result | {"searches": search_all(name, model, prompts, options, say)})
     return results
 
 

@@ -3,6 +3,7 @@ on engines with and without the Logits Cache."""
 
 import asyncio
 import contextlib
+import operator
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -116,27 +117,27 @@ def search_point(
             found = alternate({side: lambda s=side, p=prompt: search(s, p) for side in SIDES}, 1)
             for side in SIDES if number or len(prompts) == 1 else ():
                 seconds[side] += found[side]
-        caches = {side: models[side].engine.logits_cache for side in SIDES}
-        given = {
-            side: cache.statistics.replayed + cache.statistics.followed if cache else 0
-            for side, cache in caches.items()
-        }
+        given = {side: _replayed(models[side].engine) for side in SIDES}
+    speedups = {
+        side: statistics.fmean(map(operator.truediv, seconds[BASELINE], seconds[side]))
+        for side in SIDES
+    }
+    pairs = zip(said[STEPWISE], said[BASELINE], strict=True)
     computed = sum(tokens * len(answers) for answers in said[BASELINE])
     return {
         "supervisor": supervisor,
         "temperature": temperature,
         "seconds": {side: sum(each) for side, each in seconds.items()},
-        "speedup": {
-            side: statistics.fmean(
-                base / own for base, own in zip(seconds[BASELINE], seconds[side], strict=True)
-            )
-            for side in SIDES
-        },
+        "speedup": speedups,
         "hit_ratio": {side: given[side] / computed for side in SIDES},
-        "different_from_baseline": sum(
-            own != base for own, base in zip(said[STEPWISE], said[BASELINE], strict=True)
-        ),
+        "different_from_baseline": sum(own != base for own, base in pairs),
     }
+
+
+def _replayed(engine: Engine) -> int:
+    """Tokens that the engine's Logits Cache has given, if it has one."""
+    cache = engine.logits_cache
+    return cache.statistics.replayed + cache.statistics.followed if cache else 0
 
 
 async def _search(
