@@ -45,6 +45,7 @@ from jaxshare.serving.agents.runs import (
 )
 from jaxshare.serving.agents.states import Arrival, State, Supervisor, supervisor_for_run
 from jaxshare.serving.agents.tidying import tidy
+from jaxshare.serving.agents.watchdog import Watchdog
 
 MAX_FIRINGS = 256
 """Firings from the queue before other callbacks of the event loop get their turn."""
@@ -60,6 +61,8 @@ class Runtime:
       deepest: limit of nested spawning, where recursion ends with an error.
       most_calls: limit of model calls under way at once; None for no limit.
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
+      watchdog: seconds that an agent's code may run between two waits before a warning names the
+        line; after ten times as long it is ended by an AgentError. None for neither.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class Runtime:
         deepest: int = 64,
         most_calls: int | None = None,
         journal: Any = None,
+        watchdog: float | None = 10.0,
     ):
         self.model, self.seed, self.journal = model, seed, journal
-        self.max_agents, self.max_depth = most_agents, deepest
+        self.max_agents, self.max_depth, self.watchdog = most_agents, deepest, Watchdog(watchdog)
         self.runs: list[AgentRun] = []
         self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
         # Firings: (run, the fired state, the state that it will become).
@@ -102,6 +106,7 @@ class Runtime:
             raise RuntimeError("a runtime runs one agent, and what that spawns; make another")
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._finished = self._loop.create_future()
+        self.watchdog.start()
         run = self._start(agent, args, kwargs, None, agent.name, 0)
         try:
             await self._finished
@@ -112,6 +117,7 @@ class Runtime:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             close_coroutines(self.runs)
+            self.watchdog.stop()
         if run.error is not None:
             raise run.error
         return run
@@ -273,7 +279,7 @@ class Runtime:
         if state in run.asleep:
             run.fired_early.append(state)
             return
-        new = State(state.agent, state.run, (*state.path, state.fired), state, state.dialogue)
+        new = State(state.agent, state.run, (*state.path, state.fired), state, state.own_dialogue)
         new.times = (self.clock(), 0.0)
         state.fired += 1
         run.under_way[new] = state
@@ -299,7 +305,8 @@ class Runtime:
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
-        now = Firing(self, run, new.path, events=new.events)
+        now = Firing(self, run, new.path, events=new.events, recorded=new.recorded)
+        now.dialogue = state.own_dialogue
         if state.waiting is None:
             self._run_code(run, state, new, now, Arrival())
         elif (arrival := state.arrived) is not None:
@@ -352,7 +359,7 @@ class Runtime:
         try:
             value, messages = await outcome(self, run, state, now)
             if messages:
-                new.dialogue = (*state.dialogue, *messages)
+                new.dialogue = (*state.own_dialogue, *messages)
         except UsedUpError as error:
             run.used_up = str(error)
             del run.under_way[new]
