@@ -6,13 +6,15 @@
     python -m scripts.bench.logits_cache --json --output FILE          # one JSON object
 
 The measurement is that of section 8.2 of Hive: every prompt, a puzzle of the game of 24, is
-answered once, and then again with other seeds, always with the same number of tokens. The baseline
-is the same engine without a Logits Cache; it finds the prompt's keys and values as the others do. A
+answered once, and then again with other seeds, always with the same number of tokens; and some
+prompts are given to agents whose supervisors fire a state several times at once. The baseline is the
+same engine without a Logits Cache; it finds the prompt's keys and values as the others do. A
 group of prompts runs side by side, one a row, on one side after the other. How to read the result
 is in benchmarks/README.md.
 """
 
 import dataclasses
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxshare import KVCache, Layout, Sampler
+from jaxshare.layout import bucket
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine import Engine
@@ -34,11 +37,13 @@ from scripts.bench.parts.logits_cache.options import (
     GROWTH,
     PROFILE_ROWS,
     PROFILE_TOKENS,
+    TASKS,
     Options,
     Scale,
     parse,
     prompts_of,
     read_puzzles,
+    sums_of,
 )
 from scripts.bench.parts.logits_cache.report import (
     BASELINE,
@@ -48,6 +53,7 @@ from scripts.bench.parts.logits_cache.report import (
     averages,
     goals,
 )
+from scripts.bench.parts.logits_cache.supervised import search_point
 
 WARM_UP_TOKENS = 64
 
@@ -141,12 +147,13 @@ def measure(
     turns: int,
     seed: int,
     say: Callable[[str], None],
+    task: str = TASKS[0],
 ) -> dict[str, Any]:
-    """Measures one model at all temperatures, once everything is compiled."""
+    """Measures one model at all temperatures, once everything is compiled: its prompts alone."""
     forbidden = tuple(model.generation.stop_tokens)
     # Nothing is evicted: all answers of a prompt fit beside it, and the capacity of the next one.
     capacity = scale.rows * (max(map(len, prompts)) + (turns + 2) * (tokens + GROWTH))
-    kv_bytes = capacity * token_bytes(model)
+    kv_bytes = bucket(capacity) * token_bytes(model)  # alike for both tasks, which share programs
     groups = [
         range(at, min(at + scale.rows, len(prompts))) for at in range(0, len(prompts), scale.rows)
     ]
@@ -179,6 +186,7 @@ def measure(
         points.append(summarise(temperature, done, model.config.vocab_size))
     return {
         "model": name,
+        "task": task,
         "dtype": str(cache_dtype(model)),
         "vocab": model.config.vocab_size,
         **dataclasses.asdict(scale),
@@ -216,6 +224,31 @@ def warm_up(
             ]
             for stream in streams:
                 stream.wait()
+
+
+def search_all(
+    name: str,
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Measures some of the prompts under each supervisor at all temperatures."""
+    scale, found = options.scales[name], []
+    for supervisor, temperature in itertools.product(options.supervisors, options.temperatures):
+        say(f"{name}: {supervisor} at temperature {temperature}")
+        found.append(
+            search_point(
+                model,
+                prompts[: scale.searched],
+                supervisor=supervisor,
+                temperature=temperature,
+                tokens=options.tokens,
+                kept=scale.kept,
+                seed=options.seed,
+            )
+        )
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -267,32 +300,42 @@ def measure_all(options: Options) -> list[dict[str, Any]]:
         name: read_puzzles(options.data, options.scales[name].puzzles, options.seed)
         for name in options.models
     }
-    groups = sum(
-        -(-len(puzzles[name]) // options.scales[name].rows) * len(options.temperatures) + 1
+    measured = [
+        (name, task)
         for name in options.models
+        for task in options.tasks
+        if task == TASKS[0] or name == "embedded"
+    ]
+    steps = sum(
+        (-(-len(puzzles[name]) // options.scales[name].rows) + len(options.supervisors))
+        * len(options.temperatures)
+        + 1
+        for name, _ in measured
     )
-    with progress(groups) as say:
-        for name in options.models:
+    with progress(steps) as say:
+        for name, task in measured:
             prompts = prompts_of(embedded, puzzles[name], None, options.seed)
             model = embedded
+            if task == "sums":
+                prompts = sums_of(embedded, len(prompts), options.seed)
             if name == "random":
                 model = forking_model(
                     options.seed, dtype=options.dtype, forks=options.forks, rejoin=options.rejoin
                 )
                 prompts = prompts_of(model, puzzles[name], [*map(len, prompts)], options.seed)
-            results.append(
-                measure(
-                    name,
-                    model,
-                    prompts,
-                    options.scales[name],
-                    temperatures=options.temperatures,
-                    tokens=options.tokens,
-                    turns=options.turns,
-                    seed=options.seed,
-                    say=say,
-                )
+            result = measure(
+                name,
+                model,
+                prompts,
+                options.scales[name],
+                temperatures=options.temperatures,
+                tokens=options.tokens,
+                turns=options.turns,
+                seed=options.seed,
+                say=say,
+                task=task,
             )
+            results.append(result | {"searches": search_all(name, model, prompts, options, say)})
     return results
 
 

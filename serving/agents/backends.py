@@ -113,6 +113,7 @@ class EngineModel:
             seed=call.seed,
             agent_id=call.agent,
             resample=self._resample,
+            next_seed=call.next_seed,
         )
         try:
             done = await stream

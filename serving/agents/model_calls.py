@@ -100,6 +100,7 @@ async def _answer(
             chat.tools,
             chat.variables,
             chat.grammar,
+            _call_seed(runtime.seed, run.id, _next_firing(path), number, attempt),
         )
         try:
             reply = await _reply(runtime, request, call, (run.id, path, number, attempt))
@@ -218,6 +219,15 @@ def check_budget(run: AgentRun, count: int) -> None:
 def _call_seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
     """The seed of one model call, which depends only on the position of the call in the program."""
     return stream_seed(seed, "call", run, len(path), *path, number, attempt)
+
+
+def _next_firing(path: tuple[int, ...]) -> tuple[int, ...]:
+    """The path of the same call in the next firing of its state.
+
+    The last step is the number of the firing; those below 0 after it are parts of one wait.
+    """
+    last = max((i for i, step in enumerate(path) if step >= 0), default=None)
+    return path if last is None else (*path[:last], path[last] + 1, *path[last + 1 :])
 
 
 async def call_tool(request: Tool) -> Any:

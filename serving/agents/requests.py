@@ -388,6 +388,7 @@ class ModelCall:
       chat_template_kwargs: further variables of the chat template.
       grammar: what the text of the answer has to be; a model that cannot constrain its answers may
         ignore it, since they are checked anyway.
+      next_seed: the seed of this call in the state's next firing, if there is one.
     """
 
     messages: tuple[Message, ...]
@@ -399,6 +400,7 @@ class ModelCall:
     tools: tuple[FunctionTool, ...] = ()
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     grammar: Grammar | None = None
+    next_seed: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,14 @@ from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.scheduler import Scheduler
+from jaxshare.serving.kvcache.contribution import Contribution
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.kvcache.speeds import MeasuredSpeeds
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import Hotspot
+from jaxshare.serving.logits_cache.payoff import Payoff
 
 
 def create_scheduler(
@@ -32,8 +34,12 @@ def create_scheduler(
       logits, hotspot: the Logits Cache, and the rule for samples that leave it.
     """
     tokens, host_tokens, rows, passes = sizes
-    queue = FairQueue()
     policy = make_policy(policy) if isinstance(policy, str) else policy
+    queue = FairQueue(policy.contributions if isinstance(policy, Contribution) else None)
+    kept = (logits.num_top_logits or 1) if logits else 1
+    # Several processes have to decide alike, and each would measure something else.
+    is_alone = model.mesh is None or not model.mesh.is_multi_process
+    payoff = Payoff((rows, model.config.vocab_size, kept)) if is_alone else None
     return Scheduler(
         model,
         kv=KVManager(
@@ -49,7 +55,13 @@ def create_scheduler(
         passes=passes,
         metrics=metrics,
         output=OutputProcessor(
-            model, queue=queue, policy=policy, metrics=metrics, logits=logits, hotspot=hotspot
+            model,
+            queue=queue,
+            policy=policy,
+            metrics=metrics,
+            logits=logits,
+            hotspot=hotspot,
+            payoff=payoff,
         ),
         takes_sessions=True,
     )

@@ -15,6 +15,7 @@ from jaxshare.serving.engine.running_request import RunningRequest
 from jaxshare.serving.engine.speculation import SHAPES, Draft, DraftBatch, verify
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.view import View, ViewBuilder, spans
+from jaxshare.serving.logits_cache.payoff import Payoff
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ def verify_drafts(
     kv: KVManager,
     views: Mapping[int, ViewBuilder],
     metrics: Metrics,
+    payoff: Payoff,
     stops: Collection[int],
     num_top_logits: int,
 ) -> tuple[list[Verified], list[RunningRequest]]:
@@ -48,7 +50,7 @@ def verify_drafts(
 
     Args:
       rows: with a draft lookup each.
-      model, kv, metrics: of the scheduler.
+      model, kv, metrics: of the scheduler; payoff: is told what the pass took and gave.
       views: builders of views, by the rows of a pass.
       stops: tokens that end a request.
       num_top_logits: logits to keep of each distribution; 0 for none.
@@ -56,7 +58,7 @@ def verify_drafts(
     Returns:
       The results, and the rows that have no draft, which are for the decode loop.
     """
-    drafts, undrafted = _drafts(rows, kv)
+    begun, (drafts, undrafted) = payoff.now(), _drafts(rows, kv)
     if not drafts:
         return [], undrafted
     batch = DraftBatch.of([draft for _, draft in drafts])
@@ -76,6 +78,7 @@ def verify_drafts(
         part = slice(start, start + len(tokens))
         top = jax.tree.map(lambda array, i=i, part=part: array[i, part], top_logits)
         results.append(Verified(row, tokens, reason, top))
+    payoff.drafted(begun, sum(len(each.tokens) for each in results), len(drafts))
     return results, undrafted
 
 

@@ -156,6 +156,7 @@ class Engine(SessionHost):
         top_logprobs: int = 0,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        next_seed: int | None = None,
     ) -> Any:
         """Submits a request; from any thread, without waiting. None leaves an option to the sampler.
 
@@ -175,24 +176,24 @@ class Engine(SessionHost):
           logprobs: of sampled tokens: True under the model, "processed" as drawn; not with `resample`.
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
           tools, chat_template_kwargs: with messages; see `encode_messages`.
+          next_seed: of the next request with this prompt, whose replay is then computed ahead.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
           QueueFullError: `max_queue` requests wait already. Several processes wait instead.
           ClosedError: the engine was shut down.
-          ValueError: a prompt that cannot be read, or options out of range.
-          TypeError: an argument of another type.
+          ValueError, TypeError: a prompt that cannot be read, or options out of range.
         """
         tokens = validation.prompt_tokens(self.model, prompt, tools, chat_template_kwargs)
         sampler = self._sampler if sampler is None else as_sampler(sampler)
         several = validation.samples_of_prompt(sampler, n, best_of, resample)
         given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
+        given |= {"top_logprobs": top_logprobs, "next_seed": next_seed}
         options = validation.RequestOptions.checked(
             self.model,
             sampler=sampler,
             logprobs=True if several and several[1] else logprobs,
-            top_logprobs=top_logprobs,
             kept_logits=self._scheduler.output.num_top_logits,
             **given,
         )

@@ -1,23 +1,34 @@
-"""Fair queue: priority first, then the agent with the fewest served tokens."""
+"""Fair queue: priority first, then the agent with the fewest served tokens for its share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from jaxshare.serving.engine.request import Request
 
 _MAX_AGENTS = 1024
 """Agents that are remembered before those that need not be are forgotten."""
+_EQUAL_PART = 0.5
+"""The part of all service that agents get in equal shares; the rest is by what they contribute."""
 
 
 class FairQueue:
     """Waiting requests.
 
-    An agent's service is the number of tokens that were read and written for it. The agent with the
-    least service comes first (fair queueing by tokens, Sheng et al. 2024), its requests in the
-    order of submission. An agent that is new, or returns, starts with the service of the least
-    served active agent, so that an absent agent saves up no service.
+    An agent's service is the number of tokens that were read and written for it, divided by its
+    share. The agent with the least service comes first (fair queueing by tokens, Sheng et al.
+    2024), its requests in the order of submission. An agent that is new, or returns, starts with
+    the service of the least served active agent, so that an absent agent saves up no service.
+
+    Half of a share is the same for all agents, so that none starves, and half is its contribution
+    to the whole workflow (Hive, section 7). One whose contribution is not known yet has an equal
+    share.
+
+    Args:
+      contributions: gives those of the active agents, which add up to at most 1; None for equal
+        shares.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, contributions: Callable[[], Mapping[str, float]] | None = None) -> None:
+        self.contributions = contributions or dict[str, float]
         self._requests: dict[Request, None] = {}
         self._served: dict[str, float] = {}
         self._active: dict[str, int] = {}  # waiting and running requests of each agent
@@ -70,4 +81,7 @@ class FairQueue:
 
     def serve(self, request: Request, tokens: int) -> None:
         """Counts tokens that were read or written for a request."""
-        self._served[request.agent] += tokens
+        contributions = self.contributions()
+        own, count = contributions.get(request.agent), len(contributions)
+        share = 1.0 if own is None else _EQUAL_PART + (1 - _EQUAL_PART) * own * count
+        self._served[request.agent] += tokens / share

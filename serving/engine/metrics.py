@@ -1,5 +1,7 @@
 """Counters of the engine, for Prometheus. Each engine has a registry of its own."""
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jaxshare.serving.engine.completion import Completion
@@ -35,6 +37,13 @@ class Metrics:
     def _create_state_gauges(self) -> None:
         registry = self.registry
         self._rows = Gauge("jaxshare_rows", "Running requests", ["state"], registry=registry)
+        self._contributions: dict[str, float] = {}
+        self._contribution = Gauge(
+            "jaxshare_contribution",
+            "Contribution of each active agent to the whole, by which memory and passes are shared",
+            ["agent"],
+            registry=registry,
+        )
         self._queue = Gauge("jaxshare_queue", "Waiting requests", registry=registry)
         self._bytes = Gauge(
             "jaxshare_bytes",
@@ -50,7 +59,8 @@ class Metrics:
         )
         self._tokens = Counter(
             "jaxshare_tokens",
-            "Tokens of requests: prefilled, sampled, or taken from the Logits Cache",
+            "Tokens of requests: prefilled, sampled, or taken from the Logits Cache: of requests that "
+            "have ended, or that were followed",
             ["how"],
             registry=registry,
         )
@@ -137,6 +147,12 @@ class Metrics:
         self._lookups.labels("hit" if replayed else "miss").inc()
         self._tokens.labels("replayed").inc(replayed)
 
+    def left_alone(self) -> None:
+        self._lookups.labels("none wanted").inc()
+
+    def followed(self, tokens: int) -> None:
+        self._tokens.labels("followed").inc(tokens)
+
     def drafted(self, accepted: int, rejected: int) -> None:
         self._drafted.labels("right").inc(accepted)
         self._drafted.labels("wrong").inc(rejected)
@@ -156,6 +172,16 @@ class Metrics:
         self._seconds.observe(output.seconds)
         if output.first_token_seconds is not None:
             self._first_token.observe(output.first_token_seconds)
+
+    def set_contributions(self, contributions: Mapping[str, float]) -> None:
+        """Sets the gauges of the active agents' contributions, and drops those of others."""
+        if contributions == self._contributions:
+            return
+        for agent in self._contributions.keys() - contributions.keys():
+            self._contribution.remove(agent)
+        for agent, share in contributions.items():
+            self._contribution.labels(agent).set(share)
+        self._contributions = dict(contributions)
 
     def set_state(
         self,

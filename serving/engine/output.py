@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 
-from jaxshare import FinishReason
+from jaxshare import FinishReason, Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.fair_queue import FairQueue
@@ -17,6 +17,7 @@ from jaxshare.serving.engine.stream import TokenChunk
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
+from jaxshare.serving.logits_cache.payoff import Payoff
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -28,6 +29,10 @@ class OutputProcessor:
       model: the model whose stop tokens end an output.
       queue, policy, metrics: receive every finished request.
       logits: the Logits Cache, or None; hotspot: the rule for requests with `resample="hotspot"`.
+      payoff: decides which requests use the cache; None for all.
+
+    Attributes:
+      written: states of which new distributions were written since requests were looked up last.
     """
 
     def __init__(
@@ -39,10 +44,13 @@ class OutputProcessor:
         metrics: Metrics,
         logits: LogitsCache | None,
         hotspot: Hotspot = USUAL,
+        payoff: Payoff | None = None,
     ):
+        self.payoff = payoff or Payoff((1, 1, 1), None)
         self.queue, self.policy, self.metrics = queue, policy, metrics
         self.logits, self.hotspot = logits, hotspot
         self.stops = frozenset(model.generation.stop_tokens)
+        self.written: set[bytes | None] = set()
 
     @property
     def num_top_logits(self) -> int:
@@ -52,26 +60,35 @@ class OutputProcessor:
     def look_up(self, request: Request) -> None:
         """Takes the beginning of an output from the Logits Cache."""
         assert self.logits is not None
-        request.looked_up = True
-        arguments = (
-            request.prompt,
-            request.sampler,
-            request.seed,
-            request.max_new_tokens,
-            self.stops,
-        )
-        tokens = (
-            self.logits.hotspot(*arguments, self.hotspot)
-            if request.resample == "hotspot"
-            else self.logits.replay(*arguments)
-        )
+        with self.payoff.hosting():
+            tokens = (
+                self.logits.hotspot(*self._replay_of(request), self.hotspot)
+                if request.resample == "hotspot"
+                else self.logits.replay(*self._replay_of(request))
+            )
         self.metrics.looked_up(len(tokens))
+        self._take_replayed(request, tokens)
+
+    def go_on(self, request: Request) -> None:
+        """Takes more of an output from the Logits Cache, where other requests have come further."""
+        assert self.logits is not None
+        tokens = self.logits.go_on(*self._replay_of(request), request.output)
+        self.metrics.followed(len(tokens))
+        self._take_replayed(request, tokens)
+
+    def _replay_of(self, request: Request) -> tuple[np.ndarray, Sampler, int, int, frozenset[int]]:
+        """The first arguments of a request's replay."""
+        budget = request.max_new_tokens
+        return request.prompt, request.sampler, request.seed, budget, self.stops
+
+    def _take_replayed(self, request: Request, tokens: list[int]) -> None:
+        """Appends tokens from the Logits Cache to an output; streams or finishes it."""
         if not tokens:
             return
         if tokens[-1] in self.stops:
             request.stop_token = tokens.pop()
         request.output += tokens
-        request.num_replayed = len(tokens) + (request.stop_token is not None)
+        request.num_replayed = len(request.sampled)
         if self.cut_at_stop_text(request):
             request.num_replayed = len(request.output)
             self.finish(request, FinishReason.STOP_TEXT)
@@ -82,9 +99,12 @@ class OutputProcessor:
         else:
             self.publish(request)
 
-    def draft_lookup(self, request: Request) -> DraftLookup | None:
-        """A draft lookup in the latest output for the same prompt, or None where there is none."""
+    def draft_lookup(self, request: Request, host_seconds: float) -> DraftLookup | None:
+        """A draft lookup in the latest output for the same prompt, or None where there is none, or
+        drafts do not pay."""
         if not request.resample or self.logits is None:
+            return None
+        if not self.payoff.drafts_pay(host_seconds):
             return None
         output = self.logits.latest_output(request.prompt)
         return DraftLookup(output) if len(output) else None
@@ -95,8 +115,13 @@ class OutputProcessor:
         """Finishes a request: its last tokens, its final output, and all that is counted."""
         self.queue.finish(request)
         request.finished = True
-        if request.resample and request.top_logits and reason is not FinishReason.ERROR:
-            self._write_logits(request)
+        if request.resample and reason is not FinishReason.ERROR:
+            with self.payoff.hosting():
+                self.write_logits(request)
+            self._replay_ahead(request)
+            sampled = len(request.sampled)
+            kind = self.kind_of(request)
+            self.payoff.ended(kind, request.num_replayed, sampled - request.num_replayed)
         self.publish(request)
         output = request.stream.finish(_final_output(request, reason, error))
         self.policy.finished(request.agent, len(request.output))
@@ -114,26 +139,32 @@ class OutputProcessor:
             },
         )
 
-    def _write_logits(self, request: Request) -> None:
-        """Writes a request's distributions to the Logits Cache.
-
-        A stepwise replay of the next request with the same prompt is then computed ahead.
-        """
+    def write_logits(self, request: Request) -> None:
+        """Writes the distributions that a request has computed since the last time to the cache."""
         assert self.logits is not None
-        sampled = request.sampled
+        if not request.top_logits:
+            return
+        sampled, start = request.sampled, request.num_replayed + request.num_written
         top_logits = jax.tree.map(lambda *parts: np.concatenate(parts), *request.top_logits)
-        replayed, new = sampled[: request.num_replayed], sampled[request.num_replayed :]
+        before, new = sampled[:start], sampled[start:]
         # A stop text cuts the output before the tokens that were sampled last.
         top_logits = jax.tree.map(lambda array: array[: len(new)], top_logits)
-        written = self.logits.write(request.prompt, replayed, new, top_logits)
-        if written and request.next_seed is not None and request.resample == "stepwise":
-            self.logits.prefetch(
-                request.prompt,
-                request.sampler,
-                request.next_seed,
-                request.max_new_tokens,
-                self.stops,
-            )
+        if self.logits.write(request.prompt, before, new, top_logits):
+            self.written.add(request.state)
+        request.num_written += len(new)
+        request.top_logits.clear()
+
+    def kind_of(self, request: Request) -> tuple[str, float, str | None]:
+        """The requests among which it is counted whether the cache pays."""
+        return request.agent, request.sampler.temperature, request.resample
+
+    def _replay_ahead(self, request: Request) -> None:
+        """Lets the replay of the next request with the same prompt be computed ahead."""
+        assert self.logits is not None
+        computed = request.num_written and request.resample == "stepwise"
+        if computed and request.next_seed is not None:
+            state, sampler, _, budget, stops = self._replay_of(request)
+            self.logits.prefetch(state, sampler, request.next_seed, budget, stops)
 
     def abort(self, request: Request, error: Exception) -> None:
         """Ends the stream of a request because the scheduler has failed."""

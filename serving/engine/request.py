@@ -56,7 +56,9 @@ class Request:
       output: tokens sampled so far, of which the first `num_replayed` came from the cache;
         stop_token: the stop token that ended them.
       num_reused: tokens of the prompt that were cached when the request was first admitted.
-      top_logits: the distributions from which the output was sampled, without the replayed ones.
+      state: the state of a request with `resample`, once it was looked up: a digest of its prompt.
+      num_written: tokens after the replayed ones whose distributions the cache was given;
+        top_logits: the distributions from which those after them were sampled.
       next_seed: the seed of the next request with the same prompt, where seeds are derived.
       num_streamed: tokens of the output that its stream was given.
       processor_states: of its logits processors, where it was preempted.
@@ -83,7 +85,8 @@ class Request:
     output: list[int] = dataclasses.field(default_factory=list)
     stop_token: int | None = None
     num_replayed: int = 0
-    looked_up: bool = False
+    state: bytes | None = None
+    num_written: int = 0
     num_reused: int | None = None
     top_logits: list[TopLogits] = dataclasses.field(default_factory=list)
     next_seed: int | None = None

@@ -27,6 +27,7 @@ from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
 from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
+from jaxshare.serving.engine.siblings import Siblings
 from jaxshare.serving.engine.speculation import SHAPES
 from jaxshare.serving.errors import NotANumberError, NoTokenError
 from jaxshare.serving.kvcache.manager import KVManager, Wait
@@ -93,7 +94,7 @@ class Scheduler:
             groups=groups,
             sessions=takes_sessions,
         )
-        self.sessions = WaitingSessions()
+        self.sessions, self._siblings = WaitingSessions(), Siblings(output)
 
     @property
     def live(self) -> list[RunningRequest]:
@@ -105,8 +106,7 @@ class Scheduler:
     def step(self, admit: bool = True) -> bool:
         """Runs one step; False if no request is left. Without `admit` the queue goes on waiting."""
         self._finish_cancelled()
-        for request in [r for r in self.queue if r.resample and not r.looked_up]:
-            self.output.look_up(request)
+        self._siblings.look_up(self.live)
         while True:
             admitted = self._admit() if admit else 0
             if long := [row for row in self.live if row.needs_prefill]:
@@ -122,6 +122,7 @@ class Scheduler:
             # A prefilling row must not wait long for its next chunk, nor a request for a row.
             passes, prefilling = self._most_passes(), any(not row.decoding for row in self.live)
             passes = max(1, passes // 4) if prefilling else passes
+            passes = self._siblings.passes(passes, self.live)
             self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
         if self._prefill_first and not len(self.queue):
             self._narrow()
@@ -136,6 +137,7 @@ class Scheduler:
             self.output.finish(request, FinishReason.CANCELLED)
 
     def _set_metrics(self) -> None:
+        self.metrics.set_contributions(self.queue.contributions())
         decoding, pool = sum(row.decoding for row in self.live), self.kv.pool
         self.metrics.set_state(
             decoding=decoding,
@@ -155,6 +157,8 @@ class Scheduler:
         running = collections.Counter(row.request.agent for row in self.live)
         admitted = 0
         for request in self.queue:
+            if self._siblings.holds(request, self.live):
+                continue
             if not free and not self._preempt_for(request):
                 break
             free = free or self._free_rows()
@@ -196,7 +200,7 @@ class Scheduler:
         if isinstance(node, Wait):
             return node
         self.queue.take(request)
-        drafts = self.output.draft_lookup(request)
+        drafts = self.output.draft_lookup(request, self.kv.speeds.host_seconds)
         self.rows[index] = row = RunningRequest(request, index, node, drafts=drafts)
         num_unread = len(row.unread)
         if not num_unread:
@@ -253,6 +257,7 @@ class Scheduler:
             kv=self.kv,
             views=self._draft_views,
             metrics=self.metrics,
+            payoff=self.output.payoff,
             stops=self.output.stops,
             num_top_logits=self.output.num_top_logits,
         )
@@ -301,6 +306,7 @@ class Scheduler:
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
         self.metrics.ran("decode", result.passes)
+        self.output.payoff.ran(len(rows), self.kv.speeds.last_pass_seconds)
         for row in rows:
             length = int(result.lengths[row.block])
             row.extent.length += length - row.length
@@ -358,6 +364,7 @@ class Scheduler:
             self._finish(row, reason)
         else:
             self.output.publish(request)
+            self._siblings.grew(request)
 
     def _extend(self, row: RunningRequest) -> None:
         """Extends a row whose block is full; preempts rows where there is no memory."""
@@ -414,8 +421,9 @@ class Scheduler:
     def reset(self) -> None:
         """Empties memory, rows and queue after a failure, which may have consumed the cache."""
         self.rows = [None] * len(self.rows)
-        self.queue = self.output.queue = FairQueue()
+        self.queue = self.output.queue = FairQueue(self.queue.contributions)
         self.sessions.clear()
+        self._siblings.clear()
         self._decode_rows.reset()
         self.kv.reset()
 

@@ -12,6 +12,7 @@ from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, shown
 from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
+from jaxshare.seeds import stream_seed
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.stream import StreamState
@@ -53,6 +54,7 @@ class SubmitOptions(TypedDict, total=False):
     top_logprobs: int
     tools: Sequence[Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
+    next_seed: int | None
 
 
 def check_engine(**at_least_1: int) -> list[int]:
@@ -204,6 +206,7 @@ class RequestOptions:
     logprobs: str | None
     includes_stop: bool
     num_top_logprobs: int
+    next_seed: int | None = None
 
     def request(
         self, number: int, tokens: np.ndarray, stream: StreamState, index: int = 0
@@ -221,6 +224,7 @@ class RequestOptions:
             self.resample,
             self.num_top_logprobs,
             index=index,
+            next_seed=None if self.next_seed is None else stream_seed(self.next_seed),
             scored=self.logprobs is not None,
             processed=self.logprobs == PROCESSED,
         )
@@ -241,6 +245,7 @@ class RequestOptions:
         include_stop: Any,
         top_logprobs: Any,
         kept_logits: int,
+        next_seed: Any = None,
     ) -> "RequestOptions":
         """Refuses options that the engine cannot serve; they are those of `Engine.submit`, where None
         is for those of the sampler, and the logits that its Logits Cache keeps, 0 without one.
@@ -266,6 +271,7 @@ class RequestOptions:
             as_logprobs(logprobs),
             bool(include_stop),
             as_top_logprobs(model, top_logprobs),
+            None if next_seed is None else as_integer("next_seed", next_seed),
         )
         if resample is not None:
             options._check_resample(kept_logits > 0)

@@ -26,7 +26,10 @@ class FixedSpeeds:
       copy_seconds: per token fetched from host memory; 0 where it is not known.
       pass_seconds: of a pass of the decode loop; 0 where it is not known.
       host_seconds: for which the device waits between two dispatches; 0 where it is not known.
+      last_pass_seconds: of a pass of the last dispatch; 0 where it is not measured.
     """
+
+    last_pass_seconds = 0.0
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class MeasuredSpeeds(FixedSpeeds):
     def fetched(self, passes: int) -> None:
         self._fetched = self._clock()
         if passes:
-            seconds = (self._fetched - self._dispatched) / passes
+            seconds = self.last_pass_seconds = (self._fetched - self._dispatched) / passes
             # No minimum as below: a pass takes longer where more rows take part.
             self._pass = seconds if not self._pass else 0.7 * self._pass + 0.3 * seconds
 

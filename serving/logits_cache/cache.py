@@ -11,7 +11,6 @@ the loop would not: see `jaxshare.serving.logits_cache.replay`.
 
 import collections
 import concurrent.futures
-import dataclasses
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -21,34 +20,13 @@ import numpy as np
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.serving.logits_cache import trie
-from jaxshare.serving.logits_cache.hotspot import USUAL, Distance, Hotspot
-from jaxshare.serving.logits_cache.replay import FIELDS, UNDECIDED, decide, rows, uniform_run
+from jaxshare.serving.logits_cache.hotspot import USUAL, Distance, Hotspot, sampled_where_hot
+from jaxshare.serving.logits_cache.replay import rows
+from jaxshare.serving.logits_cache.statistics import Statistics
 from jaxshare.serving.logits_cache.trie import CachedState, TokenRun, int32, state_digest
 
 _MAX_AHEAD = 256
 """Replays that are kept computed ahead."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Counts of a cache so far, and its contents.
-
-    Attributes:
-      hits, misses: replays of states that were cached, and of others.
-      replayed: tokens that replays gave.
-      ahead: hits that had been computed ahead.
-      evicted: runs that were evicted.
-      states, runs, bytes: the contents.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    replayed: int = 0
-    ahead: int = 0
-    evicted: int = 0
-    states: int = 0
-    runs: int = 0
-    bytes: int = 0
 
 
 class LogitsCache:
@@ -85,7 +63,7 @@ class LogitsCache:
         self._closed, self._num_changes = False, 0
         self._shape: tuple[int, int] | None = None
         self._bytes = self._hits = self._misses = self._replayed = 0
-        self._used_ahead = self._evicted = 0
+        self._followed = self._used_ahead = self._evicted = 0
 
     @property
     def bytes(self) -> int:
@@ -100,6 +78,7 @@ class LogitsCache:
                 self._hits,
                 self._misses,
                 self._replayed,
+                self._followed,
                 self._used_ahead,
                 self._evicted,
                 len(self._states),
@@ -227,6 +206,39 @@ class LogitsCache:
             self._used_ahead += output is ahead
             self._replayed += len(output)
         return list(output)
+
+    def go_on(
+        self,
+        state: Sequence[int] | np.ndarray,
+        sampler: Sampler,
+        seed: int,
+        max_new_tokens: int,
+        stops: frozenset[int],
+        output: Sequence[int],
+    ) -> list[int]:
+        """Goes on with a replay that has come to the end of what was cached then.
+
+        Args:
+          state, sampler, seed, max_new_tokens, stops: as for `replay`.
+          output: the replayed tokens so far.
+
+        Returns:
+          The tokens after them, as of `replay`; none where nothing more is cached or decided. The
+            first ones make a miss a hit.
+        """
+        with self._lock:
+            entry = self._states.get(state_digest(state))
+        if entry is None:
+            return []
+        whole, run, _ = entry.walk(self._lock, sampler, seed, max_new_tokens, stops, output)
+        new = whole[len(output) :]
+        with self._lock:
+            if new:
+                self._touch(run)
+                self._followed += len(new)
+                self._hits += not output
+                self._misses -= not output
+        return new
 
     def prefetch(
         self,
@@ -362,19 +374,11 @@ class LogitsCache:
             self._misses += run is None
         if top_logits is None or run is None or not len(tokens):
             return []
-        hot = np.flatnonzero(rule.find(top_logits, sampler))
-        picked = dataclasses.replace(
-            top_logits, **{name: getattr(top_logits, name)[hot] for name in FIELDS}
-        )
-        sampled = decide(picked, sampler, uniform_run(seed, 0, len(tokens))[hot])
-        changed = np.flatnonzero(sampled != tokens[hot])
-        if len(changed):
-            position, token = int(hot[changed[0]]), int(sampled[changed[0]])
-            tokens = np.append(tokens[:position], [] if token == UNDECIDED else [token])
+        tokens = sampled_where_hot(top_logits, tokens, sampler, seed, rule)
         with self._lock:
             self._touch(run)
             self._replayed += len(tokens)
-        return [int(token) for token in tokens]
+        return tokens
 
     def latest_output(self, state: Sequence[int] | np.ndarray) -> np.ndarray:
         """int32[n]: the tokens of a state's latest continuation that is still cached, or none."""

@@ -8,7 +8,13 @@ import numpy as np
 from jaxshare.argument_checks import as_float, as_integer
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.top_logits import TopLogits
-from jaxshare.serving.logits_cache.replay import probabilities
+from jaxshare.serving.logits_cache.replay import (
+    FIELDS,
+    UNDECIDED,
+    decide,
+    probabilities,
+    uniform_run,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +73,31 @@ class Hotspot:
 
 USUAL = Hotspot()
 """The default rule, with the paper's threshold."""
+
+
+def sampled_where_hot(
+    top_logits: TopLogits, tokens: np.ndarray, sampler: Sampler, seed: int, rule: Hotspot
+) -> list[int]:
+    """The tokens of a continuation up to the first hot one that is sampled differently.
+
+    Args:
+      top_logits: its distributions; tokens: int32[n], its tokens.
+      sampler, seed: of the row; its temperature is above 0.
+      rule: the positions to sample again.
+
+    Returns:
+      The tokens, the different one included unless the top logits do not decide it.
+    """
+    hot = np.flatnonzero(rule.find(top_logits, sampler))
+    picked = dataclasses.replace(
+        top_logits, **{name: getattr(top_logits, name)[hot] for name in FIELDS}
+    )
+    sampled = decide(picked, sampler, uniform_run(seed, 0, len(tokens))[hot])
+    changed = np.flatnonzero(sampled != tokens[hot])
+    if not len(changed):
+        return tokens.tolist()
+    position, token = int(hot[changed[0]]), int(sampled[changed[0]])
+    return [*tokens[:position].tolist(), *([] if token == UNDECIDED else [token])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,6 +94,20 @@ class CachedState:
             run = run.children.get((position - 1, int(rest[position - 1])))
         return path, position, num_cached
 
+    def place(self, tokens: np.ndarray) -> tuple[TokenRun | None, int]:
+        """The run, and the position in it, of the distribution after these tokens.
+
+        The position is the run's length where the run ends there, and the run None where the tokens
+        have left all runs.
+        """
+        if not len(tokens):
+            return self.root, 0
+        path, position, num_cached = self.follow(tokens)
+        run = path[-1] if path and num_cached == len(tokens) else None
+        if run is not None and position and run.tokens[position - 1] != tokens[-1]:
+            run = None
+        return run, position if run else 0
+
     def latest(self) -> Iterator[tuple[TokenRun, TopLogits, np.ndarray]]:
         """The parts of the latest continuation, each with the token that leaves its run."""
         run = self.root
@@ -113,19 +127,26 @@ class CachedState:
         seed: int,
         max_new_tokens: int,
         stops: frozenset[int],
+        begun: Sequence[int] = (),
     ) -> "tuple[list[int], TokenRun | None, int]":
         """Computes a replay; see `LogitsCache.replay`.
 
         Holds `lock` only while it reads the trie, not while it samples.
 
+        Args:
+          lock: of the trie.
+          sampler, seed, max_new_tokens, stops: as for the replay.
+          begun: the output's first tokens, after which it goes on.
+
         Returns:
-          The tokens, the last run that it read, and the state's version at the start.
+          The tokens with those that it began with, the last run that it read, and the state's
+            version at the start.
         """
         with lock:
-            run, version = self.root, self.version
+            version, (run, position) = self.version, self.place(int32(begun))
             top_logits, tokens = (run.top_logits, run.tokens) if run else (None, int32(()))
-        output: list[int] = []
-        position, look, last = 0, _FIRST_LOOK, run
+        output: list[int] = [*begun]
+        look, last = _FIRST_LOOK, run
         while (
             run is not None
             and top_logits is not None

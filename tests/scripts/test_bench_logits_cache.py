@@ -87,9 +87,51 @@ def test_whole_hits_are_counted_apart_and_the_goals_take_the_rest():
     result = {"model": "random", "dtype": "float32", "points": [point, whole]}
     assert bench.averages(result["points"])["hotspot"]["speedup"] == pytest.approx(5)
     found = bench.goals([result])
-    assert [goal.met for goal in found] == [True, True, True, False] and found[
-        2
-    ].measured == pytest.approx(0.03)
+    assert [goal.met for goal in found] == [True, True, True, True, False]
+    assert [goal.measured for goal in found[2:4]] == pytest.approx([(2 + 1.25) / 2, 0.03])
+
+
+def test_the_worst_search_counts_and_so_does_the_mean():
+    def point(stepwise, hotspot):
+        sides = {"baseline": 1.0, "stepwise": stepwise, "hotspot": hotspot}
+        return {
+            "supervisor": "ToT",
+            "temperature": 0.2,
+            "speedup": sides,
+            "hit_ratio": dict.fromkeys(sides, 0.5),
+            "different_from_baseline": 0,
+        }
+
+    result = {
+        "model": "embedded",
+        "task": "sums",
+        "dtype": "bfloat16",
+        "points": [],
+        "searches": [point(1.6, 3.0), point(1.2, 0.9)],
+    }
+    found = {goal.name: (goal.measured, goal.met) for goal in bench.goals([result])}
+    mean = "embedded, sums: {} under supervisors, times the baseline's speed"
+    assert found[mean.format("stepwise")] == (pytest.approx(1.4), True)
+    assert found[mean.format("hotspot")] == (pytest.approx(1.95), False)
+    assert found["embedded, sums: the worst point under supervisors"] == (0.9, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("supervisor", ["ToT", "BestOfN", "SelfConsistency", "MCTS"])
+def test_searches_are_the_same_with_the_cache_and_have_hits(supervisor):
+    model = LoadedModel(TINY, tiny_params(), None, Generation())
+    point = bench.search_point(
+        model,
+        [[1, 2, 3], [4, 5]],
+        supervisor=supervisor,
+        temperature=0.5,
+        tokens=12,
+        kept=8,
+        seed=0,
+    )
+    assert point["different_from_baseline"] == 0
+    assert point["hit_ratio"]["baseline"] == 0 < point["hit_ratio"]["stepwise"] < 1
+    assert all(each > 0 for each in point["seconds"].values())
 
 
 def test_a_profile_is_that_of_the_distributions():

@@ -35,7 +35,7 @@ from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.kvcache.speeds import FixedSpeeds
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from tests.helpers import TINY, init
-from tests.serving.engine.stepped import small_pieces
+from tests.serving.engine.stepped import small_pieces, use_always
 
 __all__ = ["small_pieces"]  # the fixture
 
@@ -91,6 +91,7 @@ class Stepped(Engine):
             **{"max_rows": ROWS, "passes": MOST_PASSES, **more},
         )
         self._scheduler.passes = passes
+        use_always(self)
         self._thread = threading.current_thread()
 
     def step(self) -> bool:

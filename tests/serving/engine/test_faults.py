@@ -131,6 +131,7 @@ ODD = st.one_of(
 )
 OPTIONS = (
     "max_new_tokens", "stop", "seed", "agent_id", "priority", "resample", "logprobs", "sampler",
+    "next_seed",
 )  # fmt: skip
 FIELDS = ("temperature", "top_k", "top_p", "min_p", "bias", "forbidden")
 

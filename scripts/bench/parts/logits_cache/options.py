@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ from types import ModuleType
 import numpy as np
 
 from jaxshare.models import LoadedModel
+from jaxshare.seeds import stream_seed
+from jaxshare.serving.evaluation.arithmetic import make_problem
 from jaxshare.serving.inputs import encode
 from scripts.bench.lib import (
     ROOT,
@@ -19,6 +22,9 @@ from scripts.bench.lib import (
 from scripts.bench.parts.engine.random_model import FORKS
 
 MODELS = ("embedded", "random")
+TASKS = ("game24", "sums")
+"""The puzzles, and the embedded model's own problems, which the random model is not given."""
+SUPERVISORS = ("ToT", "BestOfN", "SelfConsistency", "MCTS")
 
 
 CACHE_BYTES = 2**30
@@ -40,18 +46,20 @@ class Scale:
       puzzles: prompts.
       rows: of them side by side.
       kept: logits of a distribution that are kept.
+      searched: prompts under each supervisor.
     """
 
     puzzles: int
     rows: int
     kept: int
+    searched: int
 
 
 # A pass of the larger model takes 20 times as long: its puzzles are answered side by side.
-FULL = {"embedded": Scale(100, 1, 64), "random": Scale(100, 20, 256)}
+FULL = {"embedded": Scale(100, 1, 64, 20), "random": Scale(100, 20, 256, 4)}
 
 
-QUICK = {"embedded": Scale(8, 8, 64), "random": Scale(4, 4, 256)}
+QUICK = {"embedded": Scale(8, 8, 64, 4), "random": Scale(4, 4, 256, 2)}
 
 
 def read_puzzles(file: Path | None, count: int, seed: int) -> list[str]:
@@ -91,6 +99,12 @@ def prompts_of(
     ]
 
 
+def sums_of(model: LoadedModel, count: int, seed: int) -> list[list[int]]:
+    """So many problems of the embedded model's own kind, as its tokens."""
+    rng = random.Random(stream_seed(seed, "sums"))
+    return [encode(model, make_problem(rng).prompt()) for _ in range(count)]
+
+
 @functools.cache
 def _example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("game24", ROOT / "examples" / "game24.py")
@@ -108,6 +122,8 @@ class Options:
     """
 
     models: tuple[str, ...]
+    tasks: tuple[str, ...]
+    supervisors: tuple[str, ...]
     scales: Mapping[str, Scale]
     temperatures: tuple[float, ...]
     tokens: int
@@ -129,6 +145,17 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
     parser.add_argument(
         "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
+    )
+    parser.add_argument("--tasks", metavar="T,T", help=f"of {','.join(TASKS)} (default both)")
+    parser.add_argument(
+        "--supervisors", metavar="S,S", help=f"of {','.join(SUPERVISORS)} (default all)"
+    )
+    parser.add_argument(
+        "--searches",
+        dest="searched",
+        type=int,
+        metavar="N",
+        help="prompts under each supervisor (default 20 and 4; quick 4 and 2)",
     )
     parser.add_argument(
         "--puzzles", type=int, metavar="N", help="of each model (default 100; quick 8 and 4)"
@@ -188,6 +215,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     models = parser.some_of(
         "--models", given.models or ("embedded" if given.quick else ",".join(MODELS)), MODELS
     )
+    tasks = parser.some_of("--tasks", given.tasks or ",".join(TASKS), TASKS)
+    supervisors = parser.some_of(
+        "--supervisors", given.supervisors or ",".join(SUPERVISORS), SUPERVISORS
+    )
     try:
         temperatures = tuple(
             map(
@@ -211,6 +242,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     tokens = given.tokens if given.tokens is not None else 100 if given.quick else 500
     for name, value in (
         ("--puzzles", given.puzzles),
+        ("--searches", given.searched),
         ("--rows", given.rows),
         ("--kept", given.kept),
         ("--tokens", tokens),
@@ -232,7 +264,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.check_output(given.output)
     changed = {
         name: value
-        for name in ("puzzles", "rows", "kept")
+        for name in ("puzzles", "rows", "kept", "searched")
         if (value := getattr(given, name)) is not None
     }
     scales = {
@@ -241,6 +273,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     }
     return Options(
         models,
+        tasks,
+        supervisors,
         scales,
         temperatures,
         tokens,

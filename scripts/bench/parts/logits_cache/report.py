@@ -21,6 +21,10 @@ SPEED_GOALS = {STEPWISE: 1.3, HOTSPOT: 2.0}
 STORAGE_GOAL = 0.03
 
 
+WORST_GOAL = 0.98
+"""Of the speed without the cache, at every point."""
+
+
 def averages(points: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """The means of each side over the temperatures at which there is a number."""
     found: dict[str, dict[str, float | None]] = {}
@@ -37,7 +41,7 @@ def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
     vocabulary."""
     found = []
     for result in results:
-        name, means = result["model"], averages(result["points"])
+        name, means = title(result), averages(result["points"])
         found += [
             Goal(
                 f"{name}: {side}, times the baseline's tokens a second",
@@ -46,7 +50,16 @@ def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
             )
             for side, goal in SPEED_GOALS.items()
         ]
-        if name == "random":
+        speedups = [
+            speedup
+            for point in result["points"]
+            for side in SPEED_GOALS
+            if (speedup := point["sides"][side]["speedup"]) is not None
+        ]
+        worst = min(speedups, default=None)
+        found.append(Goal(f"{name}: the worst point alone", worst, WORST_GOAL))
+        found += _goals_of_searches(name, result.get("searches", ()))
+        if result["model"] == "random":
             worst = max(p["storage_of_full_logits"] for p in result["points"])
             found.append(
                 Goal(f"{name}: storage, of full logits", worst, STORAGE_GOAL, at_most=True)
@@ -60,6 +73,34 @@ def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
                     at_most=True,
                 )
             )
+    return found
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """The model, and its task where that is not the puzzles."""
+    task = result.get("task", "game24")
+    return result["model"] if task == "game24" else f"{result['model']}, {task}"
+
+
+def _goals_of_searches(name: str, searches: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """The goals of searches under supervisors; the worst of their points is one."""
+    if not searches:
+        return []
+    found = [
+        Goal(
+            f"{name}: {side} under supervisors, times the baseline's speed",
+            statistics.fmean(point["speedup"][side] for point in searches),
+            goal,
+        )
+        for side, goal in SPEED_GOALS.items()
+    ]
+    found.append(
+        Goal(
+            f"{name}: the worst point under supervisors",
+            min(point["speedup"][side] for point in searches for side in SPEED_GOALS),
+            WORST_GOAL,
+        )
+    )
     return found
 
 
@@ -93,7 +134,7 @@ def _model_text(result: Mapping[str, Any]) -> str:
     requests = sum(point["sides"][BASELINE]["requests"] for point in result["points"])
     return "\n".join(
         [
-            f"{result['model']}, {result['dtype']}: {result['puzzles']} puzzles of "
+            f"{title(result)}, {result['dtype']}: {result['puzzles']} puzzles of "
             f"{result['prompt_tokens']:.0f} tokens, {result['rows']} side by side",
             f"at temperature 1 the likeliest token has over 0.9 at {100 * certain['certain']:.0f} "
             f"% of positions, the entropy is below 0.01 at {100 * certain['nearly_zero']:.0f} %, "
@@ -102,6 +143,7 @@ def _model_text(result: Mapping[str, Any]) -> str:
             "",
             _points_table(result["points"]),
             "",
+            *_searches_text(result.get("searches", ())),
             *means,
             f"{result['kept']} of {result['vocab']} logits kept: {100 * storage:.2f} % of the "
             "bytes of full logits",
@@ -110,6 +152,23 @@ def _model_text(result: Mapping[str, Any]) -> str:
             f"an answer: {distances}",
         ]
     )
+
+
+def _searches_text(searches: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table of the searches, if there are any, and an empty line."""
+    if not searches:
+        return []
+    header = ("supervisor", *SPEED_GOALS, "hits", "hits of hotspot", "different")
+    rows = [
+        (
+            f"{point['temperature']}  {point['supervisor']}",
+            *(_number(point["speedup"][side]) for side in SPEED_GOALS),
+            *(_number(point["hit_ratio"][side]) for side in SPEED_GOALS),
+            str(point["different_from_baseline"]),
+        )
+        for point in searches
+    ]
+    return [table(header, rows), ""]
 
 
 def _number(value: float | None, digits: int = 2) -> str:

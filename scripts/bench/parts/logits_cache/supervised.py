@@ -1,0 +1,157 @@
+"""Searches for scripts.bench.logits_cache: agents under supervisors that fire a state several times,
+on engines with and without the Logits Cache."""
+
+import asyncio
+import contextlib
+import operator
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxshare import Sampler
+from jaxshare.layout import bucket
+from jaxshare.models import LoadedModel
+from jaxshare.serving.agents import ModelCall, Reply, Runtime, agent, llm
+from jaxshare.serving.agents.repeated_runs import BestOfN, SelfConsistency
+from jaxshare.serving.agents.search import MonteCarloTreeSearch, TreeOfThoughts
+from jaxshare.serving.agents.states import State, Supervisor
+from jaxshare.serving.engine import Engine
+from jaxshare.serving.inputs import token_bytes
+from scripts.bench.lib import alternate
+from scripts.bench.parts.logits_cache.options import CACHE_BYTES, GROWTH
+from scripts.bench.parts.logits_cache.report import BASELINE, SIDES, STEPWISE
+
+AGAIN = "13 10"
+"""Tokens with which the second answer is asked for."""
+
+
+def _order(state: State) -> float:
+    """Some order of states, the same on every side where the answers are."""
+    return sum(map(int, state.dialogue[-1].content.split())) % 97 / 97
+
+
+_MADE: Mapping[str, Callable[[], Supervisor]] = {
+    "ToT": lambda: TreeOfThoughts(4, 2, _order),
+    "BestOfN": lambda: BestOfN(4, _order),
+    "SelfConsistency": lambda: SelfConsistency(4),
+    "MCTS": lambda: MonteCarloTreeSearch(8, 4, _order),
+}
+
+
+@agent
+async def answers_twice(prompt: str) -> str:
+    """An answer to a puzzle, and another one that follows it."""
+    await llm(prompt)
+    return await llm(AGAIN)
+
+
+class TokenModel:
+    """A model for agents whose messages are the numbers of tokens, so that it needs no tokenizer.
+
+    Args:
+      engine: answers.
+      side: how it samples again.
+      sampler: of all answers; tokens: of each.
+    """
+
+    def __init__(self, engine: Engine, side: str, sampler: Sampler, tokens: int):
+        self.engine, self._sampler, self._tokens = engine, sampler, tokens
+        self._resample = None if side == BASELINE else side
+
+    async def answer(self, call: ModelCall) -> Reply:
+        """Answers one call."""
+        prompt = [int(word) for message in call.messages for word in message.content.split()]
+        done = await self.engine.submit(
+            prompt,
+            self._sampler,
+            max_new_tokens=self._tokens,
+            seed=call.seed,
+            agent_id=call.agent,
+            resample=self._resample,
+        )
+        return Reply(" ".join(map(str, done.tokens)), len(done.tokens), done.prompt_tokens)
+
+
+def search_point(
+    model: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    supervisor: str,
+    temperature: float,
+    tokens: int,
+    kept: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Searches for an answer to each prompt, on one side after the other; the first one is not timed.
+
+    Returns:
+      The supervisor, the temperature, the speed-up of each side in the mean over prompts and its
+        share of replayed tokens, and how many stepwise searches differ from the baseline's.
+    """
+    # A level of the tree of thoughts fires two states four times.
+    rows, longest = 8, max(map(len, prompts)) + 2 * tokens + 4 * GROWTH
+    kv_bytes = bucket(2 * rows * longest) * token_bytes(model)  # alike for both tasks
+    sampler = Sampler(temperature=temperature, forbidden=tuple(model.generation.stop_tokens))
+    with contextlib.ExitStack() as stack:
+        models = {
+            side: TokenModel(
+                stack.enter_context(_engine(model, side, kept, kv_bytes, rows)),
+                side,
+                sampler,
+                tokens,
+            )
+            for side in SIDES
+        }
+        for each in models.values():
+            each.engine.warm_up()
+        said: dict[str, list[Any]] = {side: [] for side in SIDES}
+        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+
+        def search(side: str, prompt: Sequence[int]) -> float:
+            begun = time.perf_counter()
+            said[side].append(asyncio.run(_search(models[side], supervisor, prompt, seed)))
+            return time.perf_counter() - begun
+
+        for number, prompt in enumerate(prompts):
+            found = alternate({side: lambda s=side, p=prompt: search(s, p) for side in SIDES}, 1)
+            for side in SIDES if number or len(prompts) == 1 else ():
+                seconds[side] += found[side]
+        given = {side: _replayed(models[side].engine) for side in SIDES}
+    speedups = {
+        side: statistics.fmean(map(operator.truediv, seconds[BASELINE], seconds[side]))
+        for side in SIDES
+    }
+    pairs = zip(said[STEPWISE], said[BASELINE], strict=True)
+    computed = sum(tokens * len(answers) for answers in said[BASELINE])
+    return {
+        "supervisor": supervisor,
+        "temperature": temperature,
+        "seconds": {side: sum(each) for side, each in seconds.items()},
+        "speedup": speedups,
+        "hit_ratio": {side: given[side] / computed for side in SIDES},
+        "different_from_baseline": sum(own != base for own, base in pairs),
+    }
+
+
+def _replayed(engine: Engine) -> int:
+    """Tokens that the engine's Logits Cache has given, if it has one."""
+    cache = engine.logits_cache
+    return cache.statistics.replayed + cache.statistics.followed if cache else 0
+
+
+async def _search(
+    model: TokenModel, supervisor: str, prompt: Sequence[int], seed: int
+) -> dict[tuple[int, ...], str]:
+    """The answers of all states of a search, by their paths."""
+    searching = answers_twice.under(_MADE[supervisor]())
+    done = await Runtime(model, seed=seed).run(searching, " ".join(map(str, prompt)))
+    return {state.path: state.dialogue[-1].content for state in done.states if state.dialogue}
+
+
+def _engine(model: LoadedModel, side: str, kept: int, kv_bytes: int, rows: int) -> Engine:
+    """The engine of a side: the same for all, but that the baseline has no Logits Cache."""
+    cache: dict[str, Any] = (
+        {} if side == BASELINE else {"logits_cache": CACHE_BYTES, "kept_logits": kept}
+    )
+    return Engine(model, kv_bytes=kv_bytes, max_rows=rows, **cache)
