@@ -29,6 +29,7 @@ from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import Held, paused, resumed
 from jaxshare.serving.agents.errors import DivergedError
 from jaxshare.serving.agents.model_calls import private_copy
+from jaxshare.serving.agents.recorded import record_for
 from jaxshare.serving.agents.requests import (
     REQUESTS,
     CallRun,
@@ -41,7 +42,7 @@ from jaxshare.serving.agents.requests import (
     driven,
 )
 from jaxshare.serving.agents.runs import AgentRun, Firing, Handle, current_firing
-from jaxshare.serving.agents.states import State
+from jaxshare.serving.agents.states import Single, State
 
 
 @dataclasses.dataclass(slots=True)
@@ -215,6 +216,8 @@ def begun(
       UncopyableError: an agent that is restored by copies gets an argument that has none.
     """
     agent, context = run.agent, contextvars.copy_context()
+    if run.may_be_forked or type(run.supervisor) is not Single:
+        record_for(agent.function)
     try:
         run.arguments = duplicate((args, kwargs), {})
     except Exception as error:
@@ -328,7 +331,8 @@ def replayed(
     course = Course(
         Native(run.agent.function(*args, **kwargs)), contextvars.copy_context(), children
     )
-    again, at = Firing(now.runtime, run, now.path, replays=events), None
+    readings = deque([reading for each in steps for reading in each.recorded])
+    again, at = Firing(now.runtime, run, now.path, replays=events, readings=readings), None
     through = is_own_awaitable(state.waiting)
     sent = [step for step in steps if not _is_passed(step)]
     for step in sent:

@@ -35,6 +35,8 @@ class Host(Protocol):
     @property
     def watchdog(self) -> Watchdog: ...
     @property
+    def desk(self) -> Any: ...
+    @property
     def max_agents(self) -> int: ...
     @property
     def max_depth(self) -> int: ...
@@ -200,6 +202,8 @@ class Firing:
       events: the children that it has spawned, and the errors of its other dealings with children
         (None for none), in order.
       replays: in a replay, the events of then that were not met yet.
+      recorded: what the code has read of clocks and random numbers, as (function, value).
+      readings: in a replay, what it read then and has not read again.
       children: of the path that the code is on.
       dialogue: the agent's own, as the code that is running found it; `own` is it as a value, once
         the code has asked for that.
@@ -212,6 +216,8 @@ class Firing:
     spawned: int = 0
     events: list[Handle | Exception | None] = dataclasses.field(default_factory=list)
     replays: deque[Handle | Exception | None] | None = None
+    recorded: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    readings: deque[tuple[str, Any]] | None = None
     children: Children | None = None
     dialogue: tuple[Message, ...] = ()
     own: MessageList | None = None

@@ -53,6 +53,7 @@ class State:
         for replays.
       events: the children that the firing spawned, and the errors of its other dealings with
         children, for replays.
+      recorded: what the firing has read of clocks and random numbers, for replays.
       children: the children as the path to it sees them, and `positions` its place with each.
     """
 
@@ -79,6 +80,7 @@ class State:
     is_followed: bool = False
     given: tuple[Any, BaseException | None, tuple[Message, ...]] = (None, None, ())
     events: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    recorded: list[Any] = dataclasses.field(default_factory=list, repr=False)
     children: Any = dataclasses.field(default=None, repr=False)
     positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
