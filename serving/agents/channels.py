@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxshare.serving.agents.errors import EndedError
+from jaxshare.serving.agents.layers import Layers
 from jaxshare.serving.agents.states import Arrival, State
 
 type Run = Any
@@ -192,7 +193,8 @@ class Children:
     __slots__ = ("channels", "is_copy", "moved", "positions")
 
     def __init__(self, positions: Mapping[Run, Position] = {}, is_copy: bool = False):
-        self.positions, self.is_copy = positions, is_copy
+        self.positions = positions if isinstance(positions, Layers) else Layers(positions)
+        self.is_copy = is_copy
         self.channels: dict[Run, Channel] = {}
         self.moved: dict[Run, Channel] = {}
 
@@ -218,19 +220,19 @@ class Children:
         """
         if arrival.given is not None and again:
             child, position = arrival.given
-            self.positions = {**self.positions, child: position}
+            self.positions = self.positions | {child: position}
         for child in arrival.children:
             if not again and arrival.channels and child in arrival.channels:
                 if child not in self.channels:
                     self.hold(arrival.channels[child])
             elif (position := arrival.positions.get(child)) is not None:
-                self.positions = {**self.positions, child: position}
+                self.positions = self.positions | {child: position}
 
     def kept(self) -> Mapping[Run, Position]:
         """The positions now."""
         if self.moved:
             changed = {child: channel.position for child, channel in self.moved.items()}
-            self.positions = {**self.positions, **changed}
+            self.positions = self.positions | changed
             self.moved = {}
         return self.positions
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxshare.serving.agents.channels import Channel, Children, Waiter, result_of
 from jaxshare.serving.agents.errors import AgentError, EndedError
+from jaxshare.serving.agents.layers import Layers
 from jaxshare.serving.agents.model_calls import is_constant, private_copy
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Yielded
 from jaxshare.serving.agents.runs import HANDLES, AgentRun, Firing, Handle, channel_of
@@ -55,7 +56,8 @@ def children_of_arguments(by: Firing, given: list[AgentRun]) -> Children:
     children = Children()
     for child in given:
         children.hold(channel_of(child, by))
-    children.positions = {child: channel.position for child, channel in children.channels.items()}
+    held = children.channels.items()
+    children.positions = Layers({child: channel.position for child, channel in held})
     return children
 
 

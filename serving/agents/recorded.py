@@ -125,7 +125,8 @@ def _wrapped(
 
 def _is_own(frame: types.FrameType, now: Firing) -> bool:
     """True for code of an agent or of its module's package, but not of libraries."""
-    name, own = frame.f_globals.get("__name__", ""), now.run.agent.function.__module__
+    # Code that is executed from a text may have no module.
+    name, own = frame.f_globals.get("__name__") or "", now.run.agent.function.__module__ or ""
     if name == own:
         return True
     package = name.partition(".")[0]

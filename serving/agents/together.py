@@ -154,8 +154,9 @@ class _JointWait:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
+        wanted = set(found)
         for index, future in futures.items():
-            if future in self._waiters and index not in found:
+            if future in self._waiters and index not in wanted:
                 channel, waiter, is_next = self._waiters[future]
                 failed = future.done() and future.exception() is not None
                 if not failed and (is_next or not future.done()):

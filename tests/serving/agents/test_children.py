@@ -606,6 +606,34 @@ def test_many_forks_are_bounded_with_the_bound_in_the_message():
     assert errors and all("there were 4 agents already" in str(error) for error in errors)
 
 
+@agent
+async def asks_once(number):
+    said = await agents.llm(f"child {number}")
+    yield number
+    yield said
+
+
+@pytest.mark.slow
+def test_ten_thousand_children_answer():
+    @agent
+    async def parent(n):
+        children = [agents.spawn(asks_once, number) for number in range(n)]
+        return sum([await child.next() for child in children])
+
+    done = asyncio.run(Runtime(Model()).run(parent, 10_000))
+    assert done.accepted.value == 10_000 * 9_999 // 2
+
+
+def test_more_children_than_allowed_are_an_error_with_the_limit():
+    @agent
+    async def parent():
+        return [agents.spawn(asks_once, number) for number in range(10_000)]
+
+    message = "there were 1000 agents already when asks_once was to be spawned; .* `most_agents`"
+    with pytest.raises(AgentError, match=message):
+        asyncio.run(Runtime(Model(), most_agents=1000).run(parent))
+
+
 def test_native_runs_are_what_they_seem():
     """The oracle by itself: answers differ between branches, and reach the value."""
     values = [native(conversation, [*branches]) for branches in itertools.product((0, 1), repeat=4)]
