@@ -4,6 +4,7 @@ Follows section 5 of Hive.
 """
 
 from jaxshare.serving.agents.agent import Agent, agent
+from jaxshare.serving.agents.choices import choose
 from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.concurrency import as_completed, first, gather, wait_for
@@ -39,7 +40,7 @@ from jaxshare.serving.agents.search import (
     SelfRefine,
     TreeOfThoughts,
 )
-from jaxshare.serving.agents.states import Budget, Single, State, Supervisor
+from jaxshare.serving.agents.states import Budget, Inquiry, Single, State, Supervisor
 
 __all__ = [
     "Agent",
@@ -55,6 +56,7 @@ __all__ = [
     "EndedError",
     "ForestOfThoughts",
     "Handle",
+    "Inquiry",
     "Judged",
     "Message",
     "Model",
@@ -75,6 +77,7 @@ __all__ = [
     "UncopyableError",
     "agent",
     "as_completed",
+    "choose",
     "first",
     "gather",
     "llm",

@@ -32,7 +32,9 @@ from jaxshare.serving.agents.requests import (
     CallRun,
     ChildNext,
     ChildResult,
+    Choose,
     Llm,
+    Picked,
     Together,
     Tool,
     Yielded,
@@ -67,7 +69,13 @@ def is_own_awaitable(request: Any) -> bool:
 
 
 class Native:
-    """A coroutine or an asynchronous generator, run by Python itself."""
+    """A coroutine or an asynchronous generator, run by Python itself.
+
+    Attributes:
+      options: of the choice that it waits for.
+    """
+
+    options: tuple[Any, ...] = ()
 
     def __init__(self, made: Any):
         self._made, self._is_generator = made, inspect.isasyncgen(made)
@@ -99,6 +107,7 @@ class Native:
             return Returned(None)
         finally:
             driven.reset(token)
+        self.options = request.options if isinstance(request, Choose) else ()
         frame = self._made.ag_frame if self._is_generator else self._made.cr_frame
         return Reached(_awaitable(request), frame.f_lineno)
 
@@ -134,6 +143,11 @@ class Compiled:
         return dict(self.frame)
 
     @property
+    def options(self) -> tuple[Any, ...]:
+        """The options of the choice that it waits for."""
+        return self.frame.options if self.inner is None else self.inner.options
+
+    @property
     def line(self) -> int:
         """The line in which it waits."""
         return self._program.instructions[self.frame.position].line
@@ -155,6 +169,8 @@ class Compiled:
             return came_to
         instruction = program.instructions[came_to.position]
         request = Yielded(came_to.value) if instruction.is_yield else came_to.value
+        if isinstance(request, Choose):
+            frame.options = request.options
         return Reached(request, instruction.line)
 
     def close(self) -> None:
@@ -176,6 +192,8 @@ class Course:
     ) -> Reached | Returned:
         """Runs the code to its next wait or its end, as a part of a firing."""
         now.children = self.children
+        if isinstance(value, Picked):
+            value = self.code.options[value.index]
         return self.context.run(_go, self.code, now, value, error)
 
 
@@ -286,6 +304,7 @@ def replayed(
         ) from run.uncopied
     steps, first = [], state
     while first.waiting is not None:
+        first = first.stands_for or first
         steps.append(first)
         assert first.parent is not None
         first = first.parent
@@ -360,6 +379,8 @@ def _check_same(run: AgentRun, state: State, at: Reached) -> None:
         same = (was.messages, was.n) == (now.messages, now.n)
     elif isinstance(was, Tool):
         same = _function_name(was) == _function_name(now)
+    elif isinstance(was, Choose):
+        same = len(was.options) == len(now.options)
     elif isinstance(was, (ChildNext, ChildResult)):
         same = was.child is now.child
     elif isinstance(was, Together):

@@ -29,7 +29,7 @@ from jaxshare.serving.agents.model_calls import (
     spend,
     spent_by_firing,
 )
-from jaxshare.serving.agents.requests import REQUESTS, CallRun, Llm, Together, Tool
+from jaxshare.serving.agents.requests import REQUESTS, CallRun, Choose, Llm, Together, Tool
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import Arrival, State
 from jaxshare.serving.agents.together import Gathered, together
@@ -94,6 +94,8 @@ async def _new_outcome(
         return await call_tool(request), ()
     if isinstance(request, CallRun):
         return await run_call(request)
+    if isinstance(request, Choose):
+        return request.index(path[-1]), ()
     if inspect.isawaitable(request):
         return await request, ()
     raise TypeError(f"object {type(request).__name__} can't be used in 'await' expression")
@@ -121,7 +123,7 @@ async def _run_coroutine(runtime: Host, run: AgentRun, state: State, now: Firing
         value = await _until_request(state, now)
     except Exception as error:
         if journal is not None:
-            journal.record_error(key, error, (0, 0, 0))
+            journal.record_error(key, error)
         raise
     if journal is not None:
         journal.record_value(key, _ASKS if isinstance(value, Went) else value, ())
@@ -168,7 +170,7 @@ async def _journaled_outcome(
     if replay := journal.lookup(key, request):
         spend(run, *journal.spent(key))
         return replay()
-    spent = [0, 0, 0]
+    spent = [0, 0, 0, 0.0]
     spent_by_firing.set(spent)  # in the firing's own task
     try:
         value, messages = await _new_outcome(runtime, run, state, path)

@@ -31,7 +31,7 @@ from jaxshare.serving import checksums
 from jaxshare.serving.agents import errors, model_calls, requests
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.model_calls import UsedUpError
-from jaxshare.serving.agents.requests import CallRun, Llm, Tool
+from jaxshare.serving.agents.requests import CallRun, Choose, Llm, Tool
 
 _FORMAT = "jaxshare agents journal 1"
 _ERRORS: dict[str, type[Exception]] = {
@@ -48,6 +48,9 @@ _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, 
 Key = tuple[str, tuple[int, ...]]
 """(id of a run, path of a firing in its tree)."""
 
+Spending = tuple[int, int, int, float]
+"""(model calls, tokens generated, tokens read, price of the answers) of a firing."""
+
 
 class ReplayError(LookupError):
     """A strict journal has no entry for this firing: it is not part of the recorded run."""
@@ -63,13 +66,13 @@ class _Entry:
         base64} or {"used up": part of the budget}. {"here": reason} and {"error here": reason} are
         for an `unsaved` value or error, which cannot be written to a file.
       messages: messages added to the dialogue.
-      spent: model calls, tokens generated and tokens read.
+      spent: model calls, tokens generated, tokens read, and the price of the answers.
     """
 
     request: str
     outcome: dict[str, Any]
     messages: tuple[Message, ...] = ()
-    spent: tuple[int, int, int] = (0, 0, 0)
+    spent: Spending = (0, 0, 0, 0.0)
     unsaved: Any = None
 
 
@@ -129,40 +132,35 @@ class Journal:
         self._pending[key] = summary
         return None
 
-    def spent(self, key: Key) -> tuple[int, int, int]:
-        """The model calls, new tokens and prompt tokens of an entry; budgets count them again."""
+    def spent(self, key: Key) -> Spending:
+        """The calls, new tokens, prompt tokens and price of an entry; budgets count them again."""
         return self._entries[key].spent
 
     def record_value(
-        self, key: Key, value: Any, messages: tuple[Message, ...], spent: Sequence[int] = (0, 0, 0)
+        self, key: Key, value: Any, messages: tuple[Message, ...], spent: Sequence[float] = ()
     ) -> None:
         """Records a copy of a firing's value, which the agent may change from now on."""
-        request, (calls, written, read) = self._pending.pop(key, ""), spent
+        request = self._pending.pop(key, "")
         entry = (
             _Entry(request, {"json": json.loads(json.dumps(value))})
             if _is_plain(value)
             else _pickled(request, value, "pickle")
         )
-        self._entries[key] = dataclasses.replace(
-            entry, messages=messages, spent=(calls, written, read)
-        )
+        self._entries[key] = dataclasses.replace(entry, messages=messages, spent=_spending(spent))
 
-    def record_error(
-        self, key: Key, error: BaseException, spent: Sequence[int] = (0, 0, 0)
-    ) -> None:
+    def record_error(self, key: Key, error: BaseException, spent: Sequence[float] = ()) -> None:
         """Records the error of a firing."""
-        request, (calls, written, read) = self._pending.pop(key, ""), spent
+        request = self._pending.pop(key, "")
         named = _named(error)
         entry = (
             _Entry(request, {"error": named}) if named else _pickled(request, error, "error pickle")
         )
-        self._entries[key] = dataclasses.replace(entry, spent=(calls, written, read))
+        self._entries[key] = dataclasses.replace(entry, spent=_spending(spent))
 
-    def record_used_up(self, key: Key, used_up: str, spent: Sequence[int]) -> None:
+    def record_used_up(self, key: Key, used_up: str, spent: Sequence[float]) -> None:
         """Records that the budget was used up in a firing, between two attempts."""
-        calls, written, read = spent
         self._entries[key] = _Entry(
-            self._pending.pop(key, ""), {"used up": used_up}, spent=(calls, written, read)
+            self._pending.pop(key, ""), {"used up": used_up}, spent=_spending(spent)
         )
 
     def _replay(self, key: Key, entry: _Entry) -> tuple[Any, tuple[Message, ...]]:
@@ -213,7 +211,7 @@ class Journal:
                         "path": path,
                         "asked": entry.request,
                         "said": [_written(message) for message in entry.messages],
-                        "spent": entry.spent,
+                        "spent": entry.spent if entry.spent[3] else entry.spent[:3],
                         **entry.outcome,
                     }
                 )
@@ -246,7 +244,7 @@ class Journal:
                 entry = _unsealed(sealed, number)
                 key, request = (entry.pop("run"), tuple(entry.pop("path"))), entry.pop("asked")
                 messages = tuple(map(_read, entry.pop("said")))
-                calls, written, read = map(int, entry.pop("spent"))
+                spent = _spending(entry.pop("spent"))
                 if len(entry) != 1 or not entry.keys() <= {
                     "json",
                     "pickle",
@@ -258,13 +256,19 @@ class Journal:
                 _check_outcome(entry)
                 if not isinstance(key[0], str) or not isinstance(request, str):
                     raise ValueError(f"entry {number} has a name that is no text")
-                journal._entries[key] = _Entry(request, entry, messages, (calls, written, read))
+                journal._entries[key] = _Entry(request, entry, messages, spent)
         except _DAMAGE as error:
             raise ValueError(
                 f"{file} is no journal of agents ({first_line(error)}); give a file that Journal.save has "
                 "written"
             ) from error
         return journal
+
+
+def _spending(spent: Sequence[float]) -> Spending:
+    """The spending of a firing, of which the last numbers may be left out."""
+    calls, written, read, cost = (*spent, *(0, 0, 0, 0.0)[len(spent) :])
+    return int(calls), int(written), int(read), float(cost)
 
 
 def _unsealed(entry: Any, number: int) -> Any:
@@ -308,6 +312,8 @@ def _summary(request: Any) -> str:
         return f"the call {call.id} of {call.name} ({digest})"
     if isinstance(request, Tool):
         return f"the tool {getattr(request.function, '__name__', type(request.function).__name__)}"
+    if isinstance(request, Choose):
+        return f"a choice among {len(request.options)}"
     return "" if request is None else f"a {type(request).__name__.removeprefix('Child')}"
 
 

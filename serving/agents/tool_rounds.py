@@ -10,7 +10,7 @@ from typing import Any
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import RoundsError
 from jaxshare.serving.agents.model_calls import call_tool
-from jaxshare.serving.agents.requests import CallRun, Llm, Tool
+from jaxshare.serving.agents.requests import CallRun, Choose, Llm, Picked, Tool
 from jaxshare.serving.agents.runs import AgentRun
 from jaxshare.serving.chat.tools import as_text, bound, failure
 
@@ -39,10 +39,14 @@ async def run_call(request: CallRun) -> tuple[None, tuple[Message, ...]]:
 
 def is_followed(request: Any) -> bool:
     """Returns True for a request whose outcome is not yet what the agent gets."""
-    return isinstance(request, CallRun) or (isinstance(request, Llm) and request.chat is not None)
+    return isinstance(request, (CallRun, Choose)) or (
+        isinstance(request, Llm) and request.chat is not None
+    )
 
 
-def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Message, ...]) -> Any:
+def follow(
+    run: AgentRun, request: Llm | CallRun | Choose, value: Any, messages: tuple[Message, ...]
+) -> Any:
     """Returns what the agent gets for an outcome, or a `Follow`.
 
     Args:
@@ -54,6 +58,8 @@ def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Me
       RoundsError: the model calls tools, and may not any more.
       ValueError: a type refuses the value that a journal has.
     """
+    if isinstance(request, Choose):
+        return Picked(value)
     if isinstance(request, CallRun):
         rest = request.calls[1:]
         return Follow(CallRun(request.llm, rest) if rest else request.llm)

@@ -36,6 +36,7 @@ class Frame(dict[str, Any]):
         `resume` restores both.
       flat: in a snapshot, its lists of constants.
       outside: ids of the functions among the agent's arguments, which copies share.
+      options: of the choice that it waits for; a copy has copies that its variables refer to.
     """
 
     __slots__ = (
@@ -43,6 +44,7 @@ class Frame(dict[str, Any]):
         "flat",
         "handlers",
         "handling",
+        "options",
         "outside",
         "position",
         "thrown",
@@ -62,6 +64,7 @@ class Frame(dict[str, Any]):
         ] = ()
         self.flat: Sequence[list[Any]] = ()
         self.outside: frozenset[int] = frozenset()
+        self.options: tuple[Any, ...] = ()
 
     def __missing__(self, name: str) -> Any:
         # The name of a comprehension's variable ends with "." and a number.
@@ -144,7 +147,7 @@ class Frame(dict[str, Any]):
         """A frame at the same position, without variables."""
         made = type(self).__new__(type(self))
         made.cells, made.position, made.thrown = self.cells, self.position, self.thrown
-        made.outside = self.outside
+        made.outside, made.options = self.outside, ()
         made.handlers, made.handling, made.tracebacks, made.flat = (
             self.handlers,
             self.handling,
@@ -165,7 +168,7 @@ class Frame(dict[str, Any]):
 
     def resume(self) -> None:
         """Continues after a wait: restores tracebacks; lists may change from now on."""
-        self.flat = ()
+        self.flat = self.options = ()
         for exception, traceback, context in self.tracebacks:
             exception.__traceback__, exception.__context__ = traceback, context
 

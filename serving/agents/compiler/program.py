@@ -242,6 +242,8 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
                 f"{type(value).__name__}, which cannot be copied ({error}); make a list of an "
                 "iterator, and open files and locks between two waits"
             ) from error
+    if frame.options:
+        copied.options = duplicate(frame.options, memo)
     copied.flat = memo[FLAT]
     return copied
 
