@@ -243,7 +243,13 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
                 "iterator, and open files and locks between two waits"
             ) from error
     if frame.options:
-        copied.options = duplicate(frame.options, memo)
+        try:
+            copied.options = duplicate(frame.options, memo)
+        except Exception as error:
+            raise UncopyableError(
+                f"agent {program.name} waits in line {wait.line} for a choice among options that "
+                f"cannot be copied ({error})"
+            ) from error
     copied.flat = memo[FLAT]
     return copied
 
