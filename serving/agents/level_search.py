@@ -119,7 +119,7 @@ class TreeOfThoughts(LevelSearch):
         several votes. A state's score is its share of the votes that were counted. Finished states
         of several levels have not met in one vote, so there is another one among them at the end.
       evaluations: the number of times that each state is scored, or a level voted on. A vote that
-        fails is not counted; the search ends if all fail.
+        fails is not counted; if all fail, the search ends by what it had found before.
       generate: "sample" or "propose".
       depth: limit of levels; None for no limit. Paths that are not finished by then are dropped.
       depth_first: depth first instead of breadth first.
@@ -217,6 +217,7 @@ class TreeOfThoughts(LevelSearch):
             return
         self._poll = None
         if poll.failed_state is not None:
+            self._level = []
             super().stop("")
             self.accepted = self.accepted or poll.failed_state
         elif self._is_last_poll:

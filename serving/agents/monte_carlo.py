@@ -57,8 +57,8 @@ class MonteCarloTreeSearch(Paths):
     on its path until it is backed up, a virtual loss that leads the others elsewhere (Chaslot et
     al., 2008, section 3.3). Simulations are backed up in the order in which they were selected, and
     what one of them decides is used from then on: so the tree depends on the seed and on `parallel`,
-    and not on which answer is faster. What a budget cuts off does depend on it, if `parallel` is
-    above 1; and so does the number of calls where `enough` ends a search with rollouts under way.
+    and not on which answer is faster. If `parallel` is above 1, what a budget cuts off does depend
+    on that, and so does the number of calls, not the answer, where `enough` ends the search.
 
     Args:
       simulations: number of simulations.
