@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -271,7 +270,7 @@ class Priced:
         self.model = model
         self.prompt, self.new = as_float("prompt", prompt), as_float("new", new)
         for name, price in (("prompt", self.prompt), ("new", self.new)):
-            if not 0 <= price < math.inf:
+            if price < 0:
                 raise ValueError(
                     f"{name} is {price}; give the price of a million tokens, from 0 on"
                 )
