@@ -187,7 +187,7 @@ def test_prices_of_tokens():
     done, _ = whole_run(asks, 3, model=model)
     assert done.cost == pytest.approx(3 * (3 * 0.5 + 4 * 2.0) / 1e6, rel=1e-12)
     with pytest.raises(
-        ValueError, match="prompt is -1.0; give the price of a million tokens, from"
+        ValueError, match=r"prompt is -1.0; give the price of a million tokens, from"
     ):
         Priced(Model(), prompt=-1, new=0)
     with pytest.raises(ValueError, match="new is inf; it must be finite"):
