@@ -351,8 +351,7 @@ async def speaks():
     await llm("second")
     if first == "quiet":
         raise BranchError(first)
-    told = yield first
-    yield told  # the parent awaits no more, and ends the child
+    yield first
 
 
 @agent
@@ -368,19 +367,48 @@ async def asks_twice():
     first = await child.next()
     said = await llm("say")
     child.resume(said)
-    return first, said, await child.next()
+    second = await child.next()
+    child.resume(said)
+    await child.result()  # once the first tree has voted, too
+    return first, said, second
 
 
 def test_a_child_that_waits_for_a_vote_is_forked_with_it():
-    def value(state):
-        return int(state.value[1])
-
-    runtime = Runtime(Quarrel())
-    done = asyncio.run(runtime.run(asks_twice.under(BestOfN(2, value))))
-    assert done.accepted.value[0] == "loud"
     branching = TreeOfThoughts(2, 2, lambda state: float(state.finished and state.value[1]))
     runtime = Runtime(Quarrel())
     done = asyncio.run(runtime.run(asks_twice.under(branching)))
-    assert done.accepted.value[:2] == ("loud", "1")
-    forks = [run for run in runtime.runs if run.agent.name == "speaks"]
-    assert len(forks) == 2
+    assert done.accepted.value == ("loud", "1", "loud")
+    children = [run for run in runtime.runs if run.agent.name == "speaks"]
+    assert len(children) == 2 and all(run.accepted is not None for run in children)
+    votes = [run for run in runtime.runs if run.agent.name == "slow_vote"]
+    assert len({run.id for run in votes}) == len(votes)
+
+
+@agent
+async def mutters():
+    first = await llm("first")
+    await llm("second")
+    return first
+
+
+@agent
+async def quits_or_waits():
+    child = spawn(mutters.under(TreeOfThoughts(2, 1, vote=slow_vote)))
+    if await llm("say") == "first":
+        child.cancel()
+        return "cancelled"
+    return await child
+
+
+class Firsts:
+    async def answer(self, call):
+        if call.agent == "quits_or_waits":
+            await asyncio.sleep(0.02)  # the child has come to its vote
+            return Reply("then" if call.state[-1] else "first")
+        return Reply("quiet")
+
+
+def test_a_fork_of_a_child_that_waits_for_nothing_but_a_vote():
+    branching = TreeOfThoughts(2, 2, lambda state: float(state.value == "quiet"))
+    done = asyncio.run(Runtime(Firsts()).run(quits_or_waits.under(branching)))
+    assert done.accepted.value == "quiet"

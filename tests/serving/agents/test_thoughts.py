@@ -18,6 +18,7 @@ from jaxshare.serving.agents import (
     choose,
     llm,
 )
+from jaxshare.serving.agents.journal import Journal
 from tests.serving.agents.test_search import BranchError
 
 
@@ -311,3 +312,21 @@ def test_a_forest_of_voting_and_proposing_trees_is_the_same_every_time():
         )
         ends.add((str(done.accepted.value), done.accepted.path, done.calls))
     assert len(ends) == 1
+
+
+@agent
+async def votes_for_numbers(states):
+    texts = [str(state.value or state.variables["found"]) for state in states]
+    await llm("which?")
+    return texts.index(max(texts, key=merit))
+
+
+def test_a_journal_replays_votes_and_proposals(tmp_path):
+    tree = TreeOfThoughts(3, 2, vote=votes_for_numbers, evaluations=2, generate="propose")
+    which, journal = proposes.under(ForestOfThoughts(tree, 3, key=str)), Journal()
+    done = asyncio.run(Runtime(Proposals(), journal=journal).run(which))
+    journal.save(tmp_path / "run.json")
+    strict = Journal.load(tmp_path / "run.json", strict=True)
+    again = asyncio.run(Runtime(None, journal=strict).run(which))  # type: ignore[arg-type]
+    assert (again.accepted.value, again.accepted.path) == (done.accepted.value, done.accepted.path)
+    assert (again.total, again.accepted.score) == (done.total, done.accepted.score)
