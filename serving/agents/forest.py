@@ -150,6 +150,11 @@ class ForestOfThoughts(Supervisor):
     def _number_of(self, state: State) -> int:
         return self._owner[state.path[0]]
 
+    def refires(self, state: State) -> bool:
+        is_corrected = self.correct is not None and state.asks_model
+        tree = self._trees[self._number_of(state)] if state.waiting is not None else None
+        return tree is None or is_corrected or tree.refires(state)
+
     def judges(self, state: State) -> bool:
         return self._trees[self._number_of(state)].judges(state)
 

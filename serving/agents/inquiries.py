@@ -4,19 +4,33 @@ A supervisor lists what it wants to know (`Supervisor.inquiries`). A function is
 agent is spawned as a child of the run. An error is never lost: it becomes a state of the run's tree.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host, supervisor_name, with_note
 from jaxshare.serving.agents.states import Arrival, Inquiry, State
 
+Advance = Callable[[AgentRun], None]
+"""Goes on with a run, once an agent has answered its supervisor."""
 
-def ask(runtime: Host, run: AgentRun, advance: Callable[[AgentRun], None]) -> bool:
+
+def firings(runtime: Host, run: AgentRun, advance: Advance) -> Iterator[State]:
+    """The states that a run's supervisor wants to be fired now, also after answers at once."""
+    supervisor, is_told = run.supervisor, True
+    while is_told and not supervisor.over:
+        yield from supervisor.fire() or ()
+        is_told = not supervisor.over and _ask_all(runtime, run, advance)
+
+
+def ask_again(runtime: Host, run: AgentRun, advance: Advance) -> None:
+    """Asks what the supervisor of a new fork waits to be told."""
+    if _ask_all(runtime, run, advance):
+        advance(run)
+
+
+def _ask_all(runtime: Host, run: AgentRun, advance: Advance) -> bool:
     """Asks what a run's supervisor wants to know and was not asked yet, and tells it the answers.
-
-    Args:
-      advance: goes on with the run, once an agent has answered.
 
     Returns:
       True if the supervisor was told an answer, so that it may fire more.
@@ -36,9 +50,7 @@ def ask(runtime: Host, run: AgentRun, advance: Callable[[AgentRun], None]) -> bo
     return bool(answers)
 
 
-def _ask(
-    runtime: Host, run: AgentRun, inquiry: Inquiry, advance: Callable[[AgentRun], None]
-) -> None:
+def _ask(runtime: Host, run: AgentRun, inquiry: Inquiry, advance: Advance) -> None:
     def come(arrival: Arrival) -> None:
         run.answers.append((inquiry, arrival))
         advance(run)

@@ -17,8 +17,10 @@ from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.frames import shared
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
+from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
-from jaxshare.serving.agents.states import Arrival, Inquiry, Spent, State, Supervisor
+from jaxshare.serving.agents.states import Arrival, Inquiry, Single, Spent, State, Supervisor
+from jaxshare.serving.agents.watchdog import Watchdog
 
 
 class Host(Protocol):
@@ -30,6 +32,8 @@ class Host(Protocol):
     def seed(self) -> int: ...
     @property
     def journal(self) -> Any: ...
+    @property
+    def watchdog(self) -> Watchdog: ...
     @property
     def max_agents(self) -> int: ...
     @property
@@ -56,10 +60,6 @@ class Host(Protocol):
         line: int,
         /,
     ) -> "Handle": ...
-
-
-HANDLES: Any = "handles"
-"""The memo key of the list that collects the handles found while a value is copied."""
 
 
 @shared
@@ -153,6 +153,10 @@ class AgentRun:
         self.parent = self.owner = parent
         self.spawned_in = spawned_in
         self.depth: int = parent.depth + 1 if parent else 0
+        # Whether two paths of a run above may come to deal with it in different ways.
+        self.may_be_forked: bool = parent is not None and (
+            parent.may_be_forked or type(parent.supervisor) is not Single
+        )
         self.root = State(agent.name, id, ())
         self.states = [self.root]
         # Copies of its arguments, for replays; or why there are none.
@@ -201,8 +205,11 @@ class Firing:
       events: the children that it has spawned, and the errors of its other dealings with children
         (None for none), in order.
       replays: in a replay, the events of then that were not met yet.
+      recorded: what the code has read of clocks and random numbers, as (function, value).
+      readings: in a replay, what it read then and has not read again.
       children: of the path that the code is on.
-      dialogue: with the model, up to the code that is running.
+      dialogue: the agent's own, as the code that is running found it; `own` is it as a value, once
+        the code has asked for that.
       restored: how the fired state was restored; see `State.restored`.
     """
 
@@ -212,8 +219,11 @@ class Firing:
     spawned: int = 0
     events: list[Handle | Exception | None] = dataclasses.field(default_factory=list)
     replays: deque[Handle | Exception | None] | None = None
+    recorded: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    readings: deque[tuple[str, Any]] | None = None
     children: Children | None = None
     dialogue: tuple[Message, ...] = ()
+    own: MessageList | None = None
     restored: str = "original"
 
 

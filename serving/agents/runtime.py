@@ -22,7 +22,7 @@ from jaxshare.serving.agents.channels import Channel, Children, was_cancelled
 from jaxshare.serving.agents.courses import begun
 from jaxshare.serving.agents.errors import AgentError, DeadlockError, EndedError
 from jaxshare.serving.agents.firings import close_coroutines, outcome, run_to_next_wait
-from jaxshare.serving.agents.inquiries import ask
+from jaxshare.serving.agents.inquiries import ask_again, firings
 from jaxshare.serving.agents.judging import judge
 from jaxshare.serving.agents.messages import (
     announce_end,
@@ -46,6 +46,7 @@ from jaxshare.serving.agents.runs import (
 )
 from jaxshare.serving.agents.states import Arrival, State, Supervisor, supervisor_for_run
 from jaxshare.serving.agents.tidying import tidy
+from jaxshare.serving.agents.watchdog import Watchdog
 
 MAX_FIRINGS = 256
 """Firings from the queue before other callbacks of the event loop get their turn."""
@@ -61,6 +62,8 @@ class Runtime:
       deepest: limit of nested spawning, where recursion ends with an error.
       most_calls: limit of model calls under way at once; None for no limit.
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
+      watchdog: seconds that an agent's code may run between two waits before a warning names the
+        line; after ten times as long it is ended by an AgentError. None for neither.
     """
 
     def __init__(
@@ -72,9 +75,10 @@ class Runtime:
         deepest: int = 64,
         most_calls: int | None = None,
         journal: Any = None,
+        watchdog: float | None = 10.0,
     ):
         self.model, self.seed, self.journal = model, seed, journal
-        self.max_agents, self.max_depth = most_agents, deepest
+        self.max_agents, self.max_depth, self.watchdog = most_agents, deepest, Watchdog(watchdog)
         self.runs: list[AgentRun] = []
         self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
         # Firings: (run, the fired state, the state that it will become).
@@ -103,6 +107,7 @@ class Runtime:
             raise RuntimeError("a runtime runs one agent, and what that spawns; make another")
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._finished = self._loop.create_future()
+        self.watchdog.start()
         run = self._start(agent, args, kwargs, None, agent.name, 0)
         try:
             await self._finished
@@ -113,6 +118,7 @@ class Runtime:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             close_coroutines(self.runs)
+            self.watchdog.stop()
         if run.error is not None:
             raise run.error
         return run
@@ -183,8 +189,7 @@ class Runtime:
                 register_wait(run, state)
         for state in fired:
             self._fire(run, state)
-        if ask(self, run, self._advance):
-            self._advance(run)
+        ask_again(self, run, self._advance)
 
     def keep_copy(self, run: AgentRun, resumes: int | None) -> None:
         """Keeps a copy of a run's search for forks; see `jaxshare.serving.agents.forks`."""
@@ -201,11 +206,8 @@ class Runtime:
             return
         supervisor = run.supervisor
         try:
-            told = not supervisor.over
-            while told:
-                for state in supervisor.fire() or ():
-                    self._fire(run, state)
-                told = not supervisor.over and ask(self, run, self._advance)
+            for state in firings(self, run, self._advance):
+                self._fire(run, state)
             over = supervisor.over
         except Exception as error:
             return self._end_by_supervisor_error(run, error)
@@ -278,7 +280,7 @@ class Runtime:
         if state in run.asleep:
             run.fired_early.append(state)
             return
-        new = State(state.agent, state.run, (*state.path, state.fired), state, state.dialogue)
+        new = State(state.agent, state.run, (*state.path, state.fired), state, state.own_dialogue)
         new.times = (self.clock(), 0.0)
         state.fired += 1
         run.under_way[new] = state
@@ -304,7 +306,8 @@ class Runtime:
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
-        now = Firing(self, run, new.path, events=new.events)
+        now = Firing(self, run, new.path, events=new.events, recorded=new.recorded)
+        now.dialogue = state.own_dialogue
         if state.waiting is None:
             self._run_code(run, state, new, now, Arrival())
         elif (arrival := state.arrived) is not None:
@@ -357,7 +360,7 @@ class Runtime:
         try:
             value, messages = await outcome(self, run, state, now)
             if messages:
-                new.dialogue = (*state.dialogue, *messages)
+                new.dialogue = (*state.own_dialogue, *messages)
         except UsedUpError as error:
             run.used_up = str(error)
             del run.under_way[new]

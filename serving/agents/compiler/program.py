@@ -251,6 +251,8 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
                 f"cannot be copied ({error})"
             ) from error
     copied.flat = memo[FLAT]
+    if frame.beside is not None:
+        copied.beside = duplicate(frame.beside, memo)
     return copied
 
 
