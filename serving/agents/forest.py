@@ -46,7 +46,8 @@ class ForestOfThoughts(Supervisor):
 
     Dynamic self-correction: a thought with a score below `below` is given feedback, and the model
     call that has led to it is made once more, in the dialogue with the thought and the feedback, up
-    to `corrections` times. The tree goes on with the best of these thoughts.
+    to `corrections` times. The tree goes on with the best of these thoughts. A call in another
+    dialogue than the agent's own (`llm(..., dialogue=...)`) is left as it is.
 
     Consensus: the answer of more than half of the trees, the first of them. Where there is none, an
     expert that sees the answers decides; without an expert, or if it fails, the most frequent
@@ -313,8 +314,8 @@ class ForestOfThoughts(Supervisor):
 
 
 def _model_call_before(state: State) -> State | None:
-    """The nearest state above one that waits for the model, or None."""
+    """The nearest state above one that waits for the model in its own dialogue, or None."""
     above = state.parent
     while above is not None and not above.asks_model:
         above = above.parent
-    return above
+    return None if getattr(above and above.waiting, "place", None) is not None else above

@@ -8,6 +8,7 @@ import pytest
 
 from jaxshare.serving.agents import (
     BestOfN,
+    Dialogue,
     ForestOfThoughts,
     Judged,
     Message,
@@ -321,6 +322,17 @@ def test_corrected_trees_do_not_wait_for_each_other():
     assert done.accepted.value == "21" or done.accepted.value == "22"
     per_tree = collections.Counter(call.state[0] for call in calls)
     assert per_tree == {0: 6, 1: 6, 2: 4}
+
+
+@agent
+async def asks_elsewhere():
+    return await llm("a number", dialogue=Dialogue("before"))
+
+
+def test_a_call_in_another_dialogue_is_left_as_it_is():
+    forest = ForestOfThoughts(TreeOfThoughts(1, 1, number_of), 1, correct=plain, below=9)
+    done, calls = searched(asks_elsewhere, forest, Improving())
+    assert done.accepted.value == "0" and len(calls) == 1
 
 
 def test_bad_sources_of_feedback_are_errors_at_once():
