@@ -1,10 +1,18 @@
 """Choices: an agent asks its supervisor which of some options to go on with."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from jaxshare.argument_checks import as_integer, as_list
 from jaxshare.serving.agents.requests import Choose
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picked:
+    """The outcome of a `Choose`: the index of an option, which the waiting code has itself."""
+
+    index: int
 
 
 def choose(options: Iterable[Any], /, *, default: int = 0) -> Choose:

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxshare.argument_checks import shown
 from jaxshare.serving.agents.channels import Children
+from jaxshare.serving.agents.choices import Picked
 from jaxshare.serving.agents.compiler.frames import Frame, duplicate
 from jaxshare.serving.agents.compiler.program import (
     Program,
@@ -37,7 +38,6 @@ from jaxshare.serving.agents.requests import (
     ChildResult,
     Choose,
     Llm,
-    Picked,
     Together,
     Tool,
     Yielded,

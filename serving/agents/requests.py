@@ -163,11 +163,17 @@ class Choose(_AgentOnly):
         return self.default if not firing else firing - (firing <= self.default)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Picked:
-    """The outcome of a `Choose`: the index of an option, which the waiting code has itself."""
+@dataclasses.dataclass(slots=True)
+class Ask(_AgentOnly):
+    """A request for a person's answer; see `jaxshare.serving.agents.ask`."""
 
-    index: int
+    question: str
+    options: tuple[str, ...]
+    returns: Returns | None
+
+    def made(self, value: Any) -> Any:
+        """The value that an agent gets, from the one that a journal has."""
+        return value if self.returns is None else self.returns.made(value)
 
 
 @dataclasses.dataclass(slots=True)
@@ -196,7 +202,7 @@ class Together(_AgentOnly):
       timeout: seconds for all parts together.
     """
 
-    parts: "tuple[Llm | Tool | ChildNext | ChildResult | Together, ...]"
+    parts: "tuple[Llm | Tool | Ask | ChildNext | ChildResult | Together, ...]"
     mode: Literal["all", "first", "one"]
     return_exceptions: bool = False
     timeout: float | None = None

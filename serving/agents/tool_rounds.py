@@ -7,11 +7,12 @@ last to a state that asks the model again. The agent's code goes on after an ans
 import dataclasses
 from typing import Any
 
+from jaxshare.serving.agents.choices import Picked
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import Continuing, said_in
 from jaxshare.serving.agents.errors import RoundsError
 from jaxshare.serving.agents.model_calls import call_tool
-from jaxshare.serving.agents.requests import CallRun, Choose, Llm, Picked, Tool
+from jaxshare.serving.agents.requests import Ask, CallRun, Choose, Llm, Tool
 from jaxshare.serving.agents.runs import AgentRun
 from jaxshare.serving.chat.tools import as_text, bound, failure
 
@@ -42,6 +43,7 @@ def is_final(request: Any) -> bool:
     """Returns True for a request whose outcome is what the agent gets."""
     return not (
         isinstance(request, (CallRun, Choose))
+        or (isinstance(request, Ask) and bool(request.returns))
         or (isinstance(request, Llm) and not (request.chat is request.place is None))
     )
 
@@ -64,6 +66,8 @@ def settled(
     if isinstance(request, Choose):
         return Picked(value), messages
     asked = request.llm if isinstance(request, CallRun) else request
+    if not isinstance(asked, Llm):
+        return follow(run, asked, value, messages), messages
     if isinstance(request, CallRun) or asked.chat is not None:
         value = follow(run, request, value, messages)
     if asked.place is None:
@@ -73,7 +77,9 @@ def settled(
     return Continuing(value, [said_in(asked, value, messages)]), ()
 
 
-def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Message, ...]) -> Any:
+def follow(
+    run: AgentRun, request: Llm | CallRun | Ask, value: Any, messages: tuple[Message, ...]
+) -> Any:
     """Returns what the agent gets for an outcome, or a `Follow`.
 
     Args:
@@ -85,6 +91,8 @@ def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Me
       RoundsError: the model calls tools, and may not any more.
       ValueError: a type refuses the value that a journal has.
     """
+    if isinstance(request, Ask):
+        return request.made(value)
     if isinstance(request, CallRun):
         rest, asked = request.calls[1:], _later(request.llm, messages)
         return Follow(CallRun(asked, rest) if rest else asked)
