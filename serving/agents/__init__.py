@@ -5,6 +5,7 @@ Follows section 5 of Hive.
 
 from jaxshare.serving.agents.agent import Agent, agent
 from jaxshare.serving.agents.call_keys import call_key
+from jaxshare.serving.agents.choices import choose
 from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.concurrency import as_completed, first, gather, wait_for
@@ -44,7 +45,7 @@ from jaxshare.serving.agents.search import (
     SelfRefine,
     TreeOfThoughts,
 )
-from jaxshare.serving.agents.states import Budget, Single, State, Supervisor
+from jaxshare.serving.agents.states import Budget, Inquiry, Single, State, Supervisor
 
 __all__ = [
     "Agent",
@@ -61,6 +62,7 @@ __all__ = [
     "EndedError",
     "ForestOfThoughts",
     "Handle",
+    "Inquiry",
     "Judged",
     "Message",
     "Model",
@@ -85,6 +87,7 @@ __all__ = [
     "as_completed",
     "ask",
     "call_key",
+    "choose",
     "current_dialogue",
     "first",
     "gather",

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxshare import FinishReason, Sampler
+from jaxshare.argument_checks import as_float
 from jaxshare.models import LoadedModel
-from jaxshare.serving.agents.requests import ModelCall, Reply
+from jaxshare.serving.agents.requests import Model, ModelCall, Reply
 from jaxshare.serving.chat import ChatFormat, chat_format, parse_answer
 from jaxshare.serving.chat.formats import as_format
 from jaxshare.serving.engine import Engine
@@ -254,3 +255,32 @@ class ScriptedModel:
         if call.seed not in seeds:
             seeds.append(call.seed)
         return sum(call.state) + seeds.index(call.seed)
+
+
+class Priced:
+    """A model whose answers have a price, for the `money` of budgets.
+
+        Priced(EngineModel(model), prompt=0.5, new=2.0)  # for a million tokens
+
+    Attributes:
+      model: gives the answers.
+      prompt, new: prices of a million tokens read and of a million tokens generated.
+    """
+
+    def __init__(self, model: Model, *, prompt: float, new: float):
+        self.model = model
+        self.prompt, self.new = as_float("prompt", prompt), as_float("new", new)
+        for name, price in (("prompt", self.prompt), ("new", self.new)):
+            if price < 0:
+                raise ValueError(
+                    f"{name} is {price}; give the price of a million tokens, from 0 on"
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Priced":
+        return self
+
+    async def answer(self, call: ModelCall) -> Reply:
+        """The model's answer, with its price."""
+        reply = await self.model.answer(call)
+        tokens = reply.prompt_tokens * self.prompt + reply.new_tokens * self.new
+        return dataclasses.replace(reply, cost=tokens / 1e6)

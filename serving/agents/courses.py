@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxshare.argument_checks import shown
 from jaxshare.serving.agents.channels import Children
+from jaxshare.serving.agents.choices import Picked
 from jaxshare.serving.agents.compiler.frames import Frame, duplicate
 from jaxshare.serving.agents.compiler.program import (
     Program,
@@ -35,6 +36,7 @@ from jaxshare.serving.agents.requests import (
     CallRun,
     ChildNext,
     ChildResult,
+    Choose,
     Llm,
     Together,
     Tool,
@@ -72,6 +74,8 @@ def is_own_awaitable(request: Any) -> bool:
 class Native:
     """A coroutine or an asynchronous generator, run by Python itself."""
 
+    options: tuple[Any, ...] = ()  # of the choice that it waits for
+
     def __init__(self, made: Any):
         self._made, self._is_generator = made, inspect.isasyncgen(made)
         self._step: Any = None if self._is_generator else made  # what the next value is sent to
@@ -102,6 +106,7 @@ class Native:
             return Returned(None)
         finally:
             driven.reset(token)
+        self.options = request.options if isinstance(request, Choose) else ()
         frame = self._made.ag_frame if self._is_generator else self._made.cr_frame
         return Reached(_awaitable(request), frame.f_lineno)
 
@@ -137,6 +142,11 @@ class Compiled:
         return dict(self.frame)
 
     @property
+    def options(self) -> tuple[Any, ...]:
+        """The options of the choice that it waits for."""
+        return self.frame.options if self.inner is None else self.inner.options
+
+    @property
     def line(self) -> int:
         """The line in which it waits."""
         return self._program.instructions[self.frame.position].line
@@ -158,6 +168,8 @@ class Compiled:
             return came_to
         instruction = program.instructions[came_to.position]
         request = Yielded(came_to.value) if instruction.is_yield else came_to.value
+        if isinstance(request, Choose):
+            frame.options = request.options
         return Reached(request, instruction.line)
 
     def close(self) -> None:
@@ -180,6 +192,8 @@ class Course:
     ) -> Reached | Returned:
         """Runs the code to its next wait or its end, as a part of a firing."""
         now.children, request = self.children, None
+        if isinstance(value, Picked):
+            value = self.code.options[value.index]
         value = resumed(self.held, now, value)
         try:
             at = self.context.run(_go, self.code, now, value, error)
@@ -322,6 +336,7 @@ def replayed(
         ) from run.uncopied
     steps, first = [], state
     while first.waiting is not None:
+        first = first.stands_for or first
         steps.append(first)
         assert first.parent is not None
         first = first.parent
@@ -397,6 +412,8 @@ def _check_same(run: AgentRun, state: State, at: Reached) -> None:
         same = (was.messages, was.n, _before(was)) == (now.messages, now.n, _before(now))
     elif isinstance(was, Tool):
         same = _function_name(was) == _function_name(now)
+    elif isinstance(was, Choose):
+        same = len(was.options) == len(now.options)
     elif isinstance(was, (ChildNext, ChildResult)):
         same = was.child is now.child
     elif isinstance(was, Together):

@@ -32,7 +32,15 @@ from jaxshare.serving.agents.model_calls import (
     spend,
     spent_by_firing,
 )
-from jaxshare.serving.agents.requests import REQUESTS, Ask, CallRun, Llm, Together, Tool
+from jaxshare.serving.agents.requests import (
+    REQUESTS,
+    Ask,
+    CallRun,
+    Choose,
+    Llm,
+    Together,
+    Tool,
+)
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import Arrival, State
 from jaxshare.serving.agents.together import Gathered, together
@@ -94,6 +102,8 @@ async def _new_outcome(
         return await call_model(runtime, run, state, request, path)
     if isinstance(request, Ask):
         return await runtime.desk.answer(run, state, request, path), ()
+    if isinstance(request, Choose):
+        return request.index(path[-1]), ()
     if isinstance(request, (Tool, CallRun)):
         with calling(runtime.desk.session, run.id, path):
             if isinstance(request, Tool):
@@ -126,7 +136,7 @@ async def _run_coroutine(runtime: Host, run: AgentRun, state: State, now: Firing
         value = await _until_request(state, now)
     except Exception as error:
         if journal is not None:
-            journal.record_error(key, error, (0, 0, 0))
+            journal.record_error(key, error)
         raise
     if journal is not None:
         journal.record_value(key, _ASKS if isinstance(value, Went) else value, ())
@@ -183,7 +193,7 @@ async def _journaled_outcome(
     if replay := journal.lookup(key, request):
         spend(run, *journal.spent(key))
         return replay()
-    spent = [0, 0, 0]
+    spent = [0, 0, 0, 0.0]
     spent_by_firing.set(spent)  # in the firing's own task
     try:
         value, messages = await _new_outcome(runtime, run, state, path)

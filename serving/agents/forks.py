@@ -136,6 +136,8 @@ def _copied(search: Search, run: str) -> Search:
     for state in search.fired:
         copies[id(state)].fired -= 1  # it is fired again
     supervisor, memo = copy.copy(search.supervisor), dict(copies)
+    for holder in (search.supervisor, getattr(search.supervisor, "tree", search.supervisor)):
+        memo |= {id(value): value for value in vars(holder).values() if callable(value)}
     for name, value in vars(search.supervisor).items():
         if name not in ("value", "budget"):
             setattr(supervisor, name, copy.deepcopy(value, memo))  # type: ignore[arg-type]

@@ -41,6 +41,7 @@ from jaxshare.serving.agents.journal_entries import (
     CALLS,
     Entry,
     Key,
+    Spending,
     entry_of,
     is_pickled,
     is_written,
@@ -48,6 +49,7 @@ from jaxshare.serving.agents.journal_entries import (
     made_error,
     outcome_of_error,
     outcome_of_value,
+    spending,
     summary,
 )
 from jaxshare.serving.agents.journal_file import DamageError, is_lines, read_lines
@@ -234,12 +236,12 @@ class Journal:
         self._pending[key] = asked
         return None
 
-    def spent(self, key: Key) -> tuple[int, int, int]:
+    def spent(self, key: Key) -> Spending:
         """The model calls, new tokens and prompt tokens of an entry; budgets count them again."""
         return self._entries[key].spent
 
     def record_value(
-        self, key: Key, value: Any, messages: tuple[Message, ...], spent: Sequence[int] = (0, 0, 0)
+        self, key: Key, value: Any, messages: tuple[Message, ...], spent: Sequence[float] = ()
     ) -> None:
         """Records a copy of a firing's value, which the agent may change from now on.
 
@@ -250,21 +252,18 @@ class Journal:
         entry = outcome_of_value(self._pending.pop(key, ""), value)
         self._keep(key, entry, messages, spent)
 
-    def record_error(
-        self, key: Key, error: BaseException, spent: Sequence[int] = (0, 0, 0)
-    ) -> None:
+    def record_error(self, key: Key, error: BaseException, spent: Sequence[float] = ()) -> None:
         """Records the error of a firing; raises as `record_value`."""
         self._keep(key, outcome_of_error(self._pending.pop(key, ""), error), (), spent)
 
-    def record_used_up(self, key: Key, used_up: str, spent: Sequence[int]) -> None:
+    def record_used_up(self, key: Key, used_up: str, spent: Sequence[float]) -> None:
         """Records that the budget was used up in a firing, between two attempts."""
         self._keep(key, Entry(self._pending.pop(key, ""), {"used up": used_up}), (), spent)
 
     def _keep(
-        self, key: Key, entry: Entry, messages: tuple[Message, ...], spent: Sequence[int]
+        self, key: Key, entry: Entry, messages: tuple[Message, ...], spent: Sequence[float]
     ) -> None:
-        calls, written, read = spent
-        entry = dataclasses.replace(entry, messages=messages, spent=(calls, written, read))
+        entry = dataclasses.replace(entry, messages=messages, spent=spending(spent))
         if self._ahead.file is None:
             self._entries[key] = entry
             return

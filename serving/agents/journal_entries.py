@@ -7,11 +7,12 @@ import hashlib
 import json
 import math
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 from jaxshare.serving.agents import errors, model_calls, requests
 from jaxshare.serving.agents.dialogue import Message
-from jaxshare.serving.agents.requests import Ask, CallRun, Llm, Tool
+from jaxshare.serving.agents.requests import Ask, CallRun, Choose, Llm, Tool
 
 _ERRORS: dict[str, type[Exception]] = {
     name: kind
@@ -25,6 +26,10 @@ Key = tuple[str, tuple[int, ...]]
 """(id of a run, path of a firing in its tree)."""
 
 
+Spending = tuple[int, int, int, float]
+"""(model calls, tokens generated, tokens read, price of the answers) of a firing."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """The recorded outcome of a firing.
@@ -35,14 +40,20 @@ class Entry:
         base64} or {"used up": part of the budget}. {"here": reason} and {"error here": reason} are
         for an `unsaved` value or error, which cannot be written to a file.
       messages: messages added to the dialogue.
-      spent: model calls, tokens generated and tokens read.
+      spent: model calls, tokens generated, tokens read, and the price of the answers.
     """
 
     request: str
     outcome: dict[str, Any]
     messages: tuple[Message, ...] = ()
-    spent: tuple[int, int, int] = (0, 0, 0)
+    spent: Spending = (0, 0, 0, 0.0)
     unsaved: Any = None
+
+
+def spending(spent: Sequence[float]) -> Spending:
+    """The spending of a firing, of which the last numbers may be left out."""
+    calls, written, read, cost = (*spent, *(0, 0, 0, 0.0)[len(spent) :])
+    return int(calls), int(written), int(read), float(cost)
 
 
 CALLS = ("the tool ", "the call ", "an answer ", "the question ")
@@ -59,7 +70,7 @@ def line_of(key: Key, entry: Entry) -> dict[str, Any]:
         "path": path,
         "asked": entry.request,
         "said": [_written(message) for message in entry.messages],
-        "spent": entry.spent,
+        "spent": entry.spent if entry.spent[3] else entry.spent[:3],
         **entry.outcome,
     }
 
@@ -72,13 +83,13 @@ def entry_of(line: dict[str, Any], number: int) -> tuple[Key, Entry]:
     """
     key, request = (line.pop("run"), tuple(line.pop("path"))), line.pop("asked")
     messages = tuple(map(_read, line.pop("said")))
-    calls, written, read = map(int, line.pop("spent"))
+    spent = spending(line.pop("spent"))
     if len(line) != 1 or not line.keys() <= {*_FORMS}:
         raise ValueError(f"entry {number} has {', '.join(line) or 'nothing'}")
     _check_outcome(line)
     if not isinstance(key[0], str) or not isinstance(request, str):
         raise ValueError(f"entry {number} has a name that is no text")
-    return key, Entry(request, line, messages, (calls, written, read))
+    return key, Entry(request, line, messages, spent)
 
 
 def is_written(entry: Entry) -> bool:
@@ -137,6 +148,8 @@ def summary(request: Any) -> str:
         words = json.dumps(call.arguments, sort_keys=True)
         digest = hashlib.blake2b(words.encode(), digest_size=6).hexdigest()
         return f"the call {call.id} of {call.name} ({digest})"
+    if isinstance(request, Choose):
+        return f"a choice among {len(request.options)}"
     if isinstance(request, Tool):
         return f"the tool {getattr(request.function, '__name__', type(request.function).__name__)}"
     if isinstance(request, Ask):

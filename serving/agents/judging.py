@@ -1,6 +1,7 @@
 """Judging new states: the value function of a supervisor, and what it sees of a state."""
 
 import dataclasses
+import math
 from typing import Any, Protocol
 
 from jaxshare.serving.agents.agent import Agent
@@ -41,43 +42,69 @@ class JudgingHost(Host, Protocol):
 
 
 def judge(runtime: JudgingHost, run: AgentRun, new: State, now: Firing) -> None:
-    """Scores a new state if the supervisor needs a score, then has it committed."""
-    value = run.supervisor.value
+    """Scores a new state if the supervisor needs a score, then has it committed.
+
+    An error of the value function, or a score that is no number, becomes the state's own error: it
+    ends this path, and the search goes on with the others.
+    """
     try:
-        if not run.supervisor.judges(new):
-            return runtime.commit(run, new)
-        if isinstance(value, Agent):
-            judging = runtime.spawn(now, value, (Judged.of(new),), {}, new.line)._run
-            if judging.done:
-                given = judging.accepted and judging.accepted.value
-                _set_score(runtime, run, new, Arrival(given, judging.error))
-            else:
-                judging.listeners.append(lambda arrival: _set_score(runtime, run, new, arrival))
-            return
-        arrival = Arrival(value(new))
+        is_judged = run.supervisor.judges(new)
     except Exception as error:
-        note = f"in the value function of {supervisor_name(run)}, of {new!r}"
-        return runtime.end(run, error=with_note(error, note))
-    _set_score(runtime, run, new, arrival)
+        return runtime.end(run, error=with_note(error, f"in {supervisor_name(run)}"))
+    if is_judged:
+        _Judgement(runtime, run, new).begin(now)
+    else:
+        runtime.commit(run, new)
 
 
-def _set_score(runtime: JudgingHost, run: AgentRun, new: State, arrival: Arrival) -> None:
-    if run.done:
-        return
-    if arrival.error is not None:
-        return runtime.end(run, error=arrival.error)
-    try:
-        new.score = _numeric_score(run, new, arrival.value)
-    except AgentError as error:
-        return runtime.end(run, error=error)
-    runtime.commit(run, new)
+class _Judgement:
+    """The evaluations of one state, whose mean is its score."""
 
+    def __init__(self, runtime: JudgingHost, run: AgentRun, new: State):
+        self._runtime, self._run, self._new = runtime, run, new
+        self._arrivals: dict[int, Arrival] = {}
 
-def _numeric_score(run: AgentRun, state: State, value: Any) -> float:
-    """The value that a run's value function gave for a state, as a number; else an AgentError."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        judge = run.supervisor.value
-    name = judge.name if isinstance(judge, Agent) else getattr(judge, "__name__", repr(judge))
-    raise AgentError(f"the value function {name} gave {value!r} for {state!r}, which is no number")
+    def begin(self, now: Firing) -> None:
+        """Calls the value function, or spawns the judges."""
+        for number in range(self._run.supervisor.evaluations):
+            try:
+                self._evaluate(number, now)
+            except Exception as error:
+                self._came(number, Arrival(error=error))
+
+    def _evaluate(self, number: int, now: Firing) -> None:
+        value, new = self._run.supervisor.value, self._new
+        if not isinstance(value, Agent):
+            return self._came(number, Arrival(value(new)))
+        judge = self._runtime.spawn(now, value, (Judged.of(new),), {}, new.line)._run
+        if judge.done:
+            self._came(number, Arrival(judge.accepted and judge.accepted.value, judge.error))
+        else:
+            judge.listeners.append(lambda arrival: self._came(number, arrival))
+
+    def _came(self, number: int, arrival: Arrival) -> None:
+        run, new, times = self._run, self._new, self._run.supervisor.evaluations
+        self._arrivals[number] = arrival
+        if run.done or len(self._arrivals) < times:
+            return
+        try:
+            scores = [self._score(self._arrivals[number]) for number in range(times)]
+            new.score = scores[0] if times == 1 else math.fsum(scores) / times
+        except Exception as error:
+            note = f"in the value function of {supervisor_name(run)}, of {new!r}"
+            new.finished, new.error = False, with_note(error, note)
+        self._runtime.commit(run, new)
+
+    def _score(self, arrival: Arrival) -> float:
+        """The number of one evaluation; raises its error, or an AgentError for something else."""
+        if arrival.error is not None:
+            raise arrival.error
+        try:
+            return float(arrival.value)
+        except (TypeError, ValueError):
+            value = self._run.supervisor.value
+        name = value.name if isinstance(value, Agent) else getattr(value, "__name__", repr(value))
+        raise AgentError(
+            f"the value function {name} gave {arrival.value!r} for {self._new!r}, which is no "
+            "number"
+        )

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import threading
 import types
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import check_owner
+from jaxshare.serving.agents.errors import AgentError
 from jaxshare.serving.agents.requests import (
     AnswerError,
     Chat,
@@ -113,7 +114,7 @@ async def _answer(
                     request.timeout,
                 ) from None
             raise
-        spend(run, 0, reply.new_tokens, reply.prompt_tokens)
+        spend(run, 0, reply.new_tokens, reply.prompt_tokens, _cost(run, reply))
         text = reply.text
         try:
             return _value(request, chat, reply, messages), reply
@@ -192,28 +193,55 @@ def _answer_messages(
     return answer, Message("user", told)
 
 
-spent_by_firing: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar(
+spent_by_firing: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
     "jaxshare_agents_recording", default=None
 )
-"""[model calls, new tokens, prompt tokens] of the current firing, if a journal records it."""
+"""[model calls, new tokens, prompt tokens, cost] of the current firing, if a journal records it."""
 
 
-def spend(run: AgentRun, calls: int, new_tokens: int = 0, prompt_tokens: int = 0) -> None:
-    """Counts model calls and tokens of a run."""
+def spend(
+    run: AgentRun, calls: int, new_tokens: int = 0, prompt_tokens: int = 0, cost: float = 0.0
+) -> None:
+    """Counts model calls, tokens and prices of a run, for the runs above it, too."""
     run.calls += calls
     run.new_tokens += new_tokens
     run.prompt_tokens += prompt_tokens
+    run.cost += cost
+    for each in _with_runs_above(run):
+        each.total.add(calls, new_tokens, prompt_tokens, cost)
     if spent := spent_by_firing.get():
-        spent[:] = spent[0] + calls, spent[1] + new_tokens, spent[2] + prompt_tokens
+        more = calls, new_tokens, prompt_tokens, cost
+        spent[:] = [before + here for before, here in zip(spent, more, strict=True)]
 
 
 def check_budget(run: AgentRun, count: int) -> None:
-    """Raises UsedUpError if a run's budget has fewer than `count` model calls left."""
-    budget = run.supervisor.budget
-    if budget.calls is not None and run.calls + count > budget.calls:
-        raise UsedUpError(f"{budget.calls} calls")
-    if budget.tokens is not None and run.new_tokens >= budget.tokens:
-        raise UsedUpError(f"{budget.tokens} tokens")
+    """Raises UsedUpError if the budget of a run, or of one above it, has not `count` calls left."""
+    for each in _with_runs_above(run):
+        if used_up := each.supervisor.budget.used_up(each.total, count):
+            whose = "" if each is run else f" of agent {each.agent.name}, which it is a part of"
+            raise UsedUpError(f"{used_up}{whose}")
+
+
+def _with_runs_above(run: AgentRun) -> Iterator[AgentRun]:
+    """A run, the one that has spawned it, and so on."""
+    above: AgentRun | None = run
+    while above is not None:
+        yield above
+        above = above.parent
+
+
+def _cost(run: AgentRun, reply: Reply) -> float:
+    """The price of an answer; raises an AgentError if a budget needs it and there is none."""
+    if reply.cost is not None:
+        return reply.cost
+    for each in _with_runs_above(run):
+        if each.supervisor.budget.money is not None:
+            raise AgentError(
+                f"the budget of agent {each.agent.name} has money, but the model "
+                f"{type(run.runtime.model).__name__} gives no cost with its answers; wrap it in "
+                "Priced, or bound calls or tokens"
+            )
+    return 0.0
 
 
 def _call_seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:

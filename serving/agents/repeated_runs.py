@@ -3,8 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxshare.serving.agents.dialogue import Message
-from jaxshare.serving.agents.states import Budget, Paths, State, best, comparable_score
+from jaxshare.serving.agents.feedback import (
+    Source,
+    check_source,
+    feedback_inquiry,
+    with_feedback,
+)
+from jaxshare.serving.agents.states import (
+    Budget,
+    Inquiry,
+    Paths,
+    State,
+    best,
+    comparable_score,
+)
 
 
 def check_positive(**numbers: int | None) -> None:
@@ -51,8 +63,10 @@ class _IndependentPaths(Paths):
 class BestOfN(_IndependentPaths):
     """Runs the agent n times; the answer is the run with the highest `value`."""
 
-    def __init__(self, n: int, value: Any, budget: Budget = Budget()):
+    def __init__(self, n: int, value: Any, budget: Budget = Budget(), *, evaluations: int = 1):
+        check_positive(evaluations=evaluations)
         super().__init__(n, value, budget)
+        self.evaluations = evaluations
 
     def choose(self, finished: Sequence[State]) -> State:
         return best(finished)[0]
@@ -82,36 +96,51 @@ def majority(states: Sequence[State], key: Callable[[Any], Any]) -> State:
 
 
 class SelfRefine(Paths):
-    """Runs the agent in rounds, each continuing the dialogue with feedback on the last round.
+    """Runs the agent in rounds, each in the dialogue of all rounds before with feedback on each.
 
-    Ends once a round is good enough (Madaan et al., 2023).
+    The agent begins every round anew, so that its prompts and answers and the feedback on them
+    alternate in the dialogue (Madaan et al., 2023, section 2 and algorithm 1). It ends once a round
+    is good enough, or once the feedback says so.
 
     Args:
-      feedback: gives the user's message about a finished state, before the next round.
-      value: scores finished states; the best is the answer.
+      feedback: on a finished state, before the next round: a function of the state, or an agent that
+        is given its `Judged` view, gives the user's next message; a text is put to the model at the
+        end of the dialogue, and the model's answer is the feedback. None, from a function or an
+        agent, says that nothing is left to do.
+      value: scores finished states, the best of which is the answer; without it the last one is.
       rounds: limit of rounds.
       enough: the score that ends it.
+      until: a function of the feedback that is true if the feedback says that nothing is left to do.
+
+    If a round or the feedback on one fails, that is a failed state in the run's tree, and the
+    answer is that of the rounds before, if there are any.
     """
 
     def __init__(
         self,
-        feedback: Callable[[State], str],
-        value: Any,
+        feedback: Source,
+        value: Any = None,
         rounds: int = 3,
         enough: float = 1.0,
         budget: Budget = Budget(),
+        *,
+        until: Callable[[str], bool] | None = None,
+        evaluations: int = 1,
     ):
-        check_positive(rounds=rounds)
+        check_positive(rounds=rounds, evaluations=evaluations)
+        check_source("feedback", feedback)
         self.feedback, self.value, self.rounds = feedback, value, rounds
-        self.enough, self.budget = enough, budget
+        self.enough, self.budget, self.until = enough, budget, until
+        self.evaluations = evaluations
 
     def start(self, root: State) -> None:
         self._root: State = root
         self._finished: list[State] = []
+        self._inquiry: Inquiry | None = None
         self._ready.append(root)
 
     def judges(self, state: State) -> bool:
-        return state.finished
+        return self.value is not None and state.finished
 
     def reached(self, state: State) -> None:
         if not state.ended:
@@ -124,21 +153,28 @@ class SelfRefine(Paths):
             if comparable_score(state) >= self.enough or len(self._finished) == self.rounds:
                 self.stop("")
             else:
-                self._ready.append(self._next_round(state))
+                self._inquiry = feedback_inquiry(self.feedback, state, "feedback")
 
-    def _next_round(self, state: State) -> State:
-        """The agent's first state, in the dialogue of a finished one and with feedback on it."""
-        dialogue = (*state.dialogue, Message("user", self.feedback(state)))
-        return State(
-            state.agent,
-            state.run,
-            (*state.path, 0),
-            state,
-            dialogue,
-            frame=self._root.frame,
-            context=self._root.context,
+    def inquiries(self) -> Sequence[Inquiry]:
+        return [self._inquiry] if self._inquiry else []
+
+    def answered(self, inquiry: Inquiry, value: str | None, failed: State | None) -> None:
+        self._inquiry = None
+        if value is None or (self.until is not None and self.until(value)):
+            return self.stop("")
+        state = inquiry.about
+        self._ready.append(
+            State(
+                state.agent,
+                state.run,
+                (*state.path, 0),
+                state,
+                with_feedback(self.feedback, state, value),
+                frame=self._root.frame,
+                context=self._root.context,
+            )
         )
 
     def stop(self, reason: str) -> None:
-        self.over = True
-        self.accepted = best(self._finished)[0] if self._finished else None
+        found = best(self._finished) if self.value is not None else self._finished[-1:]
+        self.over, self.accepted = True, found[0] if found else None

@@ -151,6 +151,19 @@ class Tool(_AgentOnly):
 
 
 @dataclasses.dataclass(slots=True)
+class Choose(_AgentOnly):
+    """A request for one of some options; see `jaxshare.serving.agents.choose`."""
+
+    options: tuple[Any, ...]
+    default: int
+
+    def index(self, firing: int) -> int:
+        """The index of a firing's option: the default, then the others, then from the start again."""
+        firing %= len(self.options)
+        return self.default if not firing else firing - (firing <= self.default)
+
+
+@dataclasses.dataclass(slots=True)
 class Ask(_AgentOnly):
     """A request for a person's answer; see `jaxshare.serving.agents.ask`."""
 
@@ -414,6 +427,7 @@ class Reply:
       tool_calls: its calls of the tools that were offered; their ids do not matter.
       broken: those of its calls that cannot be run; `text` has them as they were written.
       is_cut: it has ended because there were no more tokens for it.
+      cost: its price, in the unit of `Budget.money`; None if the model does not know it.
     """
 
     text: str
@@ -423,6 +437,7 @@ class Reply:
     tool_calls: tuple[ToolCall, ...] = ()
     broken: tuple[BrokenCall, ...] = ()
     is_cut: bool = False
+    cost: float | None = None
 
 
 class Model(Protocol):

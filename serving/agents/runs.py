@@ -19,7 +19,7 @@ from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
 from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
-from jaxshare.serving.agents.states import Arrival, Single, State, Supervisor
+from jaxshare.serving.agents.states import Arrival, Inquiry, Single, Spent, State, Supervisor
 from jaxshare.serving.agents.watchdog import Watchdog
 
 
@@ -134,7 +134,8 @@ class AgentRun:
         upwards, the run that received it.
       root: its first state; states: all states, in the order of their commits.
       children: runs that it has spawned.
-      calls, new_tokens, prompt_tokens: counts of its model calls and their tokens.
+      calls, new_tokens, prompt_tokens, cost: counts of its own model calls and their tokens, and
+        the sum of their prices; `total` includes those of all that it has spawned.
       began, ended: seconds since the runtime's start.
       done: whether it is over; then either `accepted` is the state that it ended with, or `error`
         is the reason why there is none.
@@ -167,6 +168,7 @@ class AgentRun:
         # Runs that end with this one, in the order in which it became their owner.
         self.owned: dict[AgentRun, None] = {}
         self.calls = self.new_tokens = self.prompt_tokens = 0
+        self.cost, self.total = 0.0, Spent()
         self.began, self.ended = runtime.clock(), 0.0
         self.done = self.cancelled = False
         self.accepted: State | None = None
@@ -191,6 +193,9 @@ class AgentRun:
         self.channels: dict[Channel, None] = {}
         self.copies: dict[int | None, Any] = {}
         self.is_called_off = False
+        # Paths of the supervisor's open inquiries, and answers that it was not told; see `inquiries`.
+        self.asked: set[Any] = set()
+        self.answers: list[tuple[Inquiry, Arrival]] = []
 
 
 @dataclasses.dataclass(slots=True)

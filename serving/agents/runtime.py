@@ -23,6 +23,7 @@ from jaxshare.serving.agents.channels import Channel, Children, was_cancelled
 from jaxshare.serving.agents.courses import begun
 from jaxshare.serving.agents.errors import AgentError, DeadlockError, EndedError
 from jaxshare.serving.agents.firings import close_coroutines, outcome, run_to_next_wait
+from jaxshare.serving.agents.inquiries import ask_again, firings
 from jaxshare.serving.agents.judging import judge
 from jaxshare.serving.agents.messages import (
     announce_end,
@@ -195,6 +196,7 @@ class Runtime:
                 register_wait(run, state)
         for state in fired:
             self._fire(run, state)
+        ask_again(self, run, self._advance)
 
     def keep_copy(self, run: AgentRun, resumes: int | None) -> None:
         """Keeps a copy of a run's search for forks; see `jaxshare.serving.agents.forks`."""
@@ -211,15 +213,14 @@ class Runtime:
             return
         supervisor = run.supervisor
         try:
-            if not supervisor.over:
-                for state in supervisor.fire() or ():
-                    self._fire(run, state)
+            for state in firings(self, run, self._advance):
+                self._fire(run, state)
             over = supervisor.over
         except Exception as error:
             return self._end_by_supervisor_error(run, error)
         if over:
             self._conclude(run)
-        elif not run.under_way and not run.asleep:
+        elif not run.under_way and not run.asleep and not run.asked:
             # Nothing is under way, so nothing will call the supervisor again.
             if run.used_up:
                 self._stop(run, run.used_up)

@@ -26,6 +26,7 @@ from jaxshare.serving.agents.requests import (
     CallRun,
     ChildNext,
     ChildResult,
+    Choose,
     Llm,
     Together,
     Tool,
@@ -64,7 +65,8 @@ class LoggedState:
       fate: "accepted", on the path to the answer or the answer itself; "kept", it was continued;
         "pruned", it was not, or is an end that was not chosen; "failed", it raised an error;
         "waiting", a value from another agent was missing.
-      waits_for: "llm", "tool", "ask", "next", "result", "yield", "several" or "await"; "begin" before the first wait,
+      waits_for: "llm", "tool", "ask", "next", "result", "yield", "choose", "several" or "await"; "begin" before the
+        first wait,
         "end" after the last.
       line: the line in which it waits.
       score: the score given by the supervisor's value function, or None.
@@ -107,6 +109,7 @@ class LoggedRun:
     value: str | None
     error: str | None
     states: tuple[LoggedState, ...]
+    cost: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +199,7 @@ def _logged_run(run: AgentRun) -> LoggedRun:
         None if accepted is None else _short(accepted.value),
         None if run.error is None else _short(run.error),
         tuple(_logged_state(state, accepted_path) for state in states.values()),
+        run.cost,
     )
 
 
@@ -237,6 +241,8 @@ def _waits_for(state: State) -> str:
         return "end"
     if state.waiting is None:
         return "begin"
+    if isinstance(state.waiting, Choose):
+        return "choose"
     if isinstance(state.waiting, Together):
         return "llm" if state.asks_model else "several"
     kinds = {Llm: "llm", Tool: "tool", CallRun: "tool", Ask: "ask"}

@@ -5,12 +5,19 @@ import copy
 import dataclasses
 import math
 import types
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from jaxshare.argument_checks import as_float
 from jaxshare.serving.agents.dialogue import Message
-from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Together, Yielded
+from jaxshare.serving.agents.requests import (
+    ChildNext,
+    ChildResult,
+    Choose,
+    Llm,
+    Together,
+    Yielded,
+)
 
 if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame
@@ -55,6 +62,7 @@ class State:
         children, for replays.
       recorded: what the firing has read of clocks and random numbers, for replays.
       children: the children as the path to it sees them, and `positions` its place with each.
+      stands_for: the state at whose wait the agent is, if a supervisor has made this one of it.
     """
 
     agent: str
@@ -83,6 +91,7 @@ class State:
     recorded: list[Any] = dataclasses.field(default_factory=list, repr=False)
     children: Any = dataclasses.field(default=None, repr=False)
     positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    stands_for: "State | None" = dataclasses.field(default=None, repr=False)
 
     @property
     def own_dialogue(self) -> tuple[Message, ...]:
@@ -99,6 +108,25 @@ class State:
         """True if it waits for the model, so that every firing may lead to another state."""
         waiting = self.waiting
         return isinstance(waiting, Llm) or (isinstance(waiting, Together) and waiting.asks_model)
+
+    @property
+    def branches(self) -> bool:
+        """True if its firings may lead to different states: it asks the model, or chooses."""
+        return self.asks_model or isinstance(self.waiting, Choose)
+
+    @property
+    def is_proposal(self) -> bool:
+        """True if it chooses among what the model has proposed: a thought only once chosen."""
+        if not isinstance(self.waiting, Choose):
+            return False
+        above = self.parent
+        while above is not None and not above.branches:
+            above = above.parent
+        return above is not None and above.asks_model
+
+    def firings(self, breadth: int) -> int:
+        """The number of firings of a search with this breadth; a choice has its options instead."""
+        return len(self.waiting.options) if isinstance(self.waiting, Choose) else breadth
 
     @property
     def sleeping(self) -> bool:
@@ -147,21 +175,46 @@ class Arrival:
     children: tuple[Any, ...] = ()
 
 
+@dataclasses.dataclass
+class Spent:
+    """Model calls, their tokens and their price, of a run and of all that it has spawned."""
+
+    calls: int = 0
+    new_tokens: int = 0
+    prompt_tokens: int = 0
+    cost: float = 0.0
+
+    def add(self, calls: int, new_tokens: int, prompt_tokens: int, cost: float) -> None:
+        """Counts more."""
+        self.calls += calls
+        self.new_tokens += new_tokens
+        self.prompt_tokens += prompt_tokens
+        self.cost += cost
+
+
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """The budget of one run of an agent, for its own model calls alone; None is no limit.
+    """The budget of one run of an agent and all that it spawns; None is no limit.
+
+    The calls of a child, a judge or a voter count against the budgets of all runs above it, as
+    well as its own: once any of them is used up, the child asks the model no more. It then ends by
+    its best answer so far, or by a BudgetError, which its parent meets where it awaits the child.
 
     Attributes:
       calls: limit of model calls; each of n answers is one, and each retry. A firing that would
         need one more is given up, and the run ends when nothing else can go on.
       tokens: limit of generated tokens, with the same effect once it is reached; answers that are
         under way at that time are completed and still counted.
-      seconds: limit of wall time; work that is under way at its end is cancelled.
+      seconds: limit of wall time; work that is under way at its end is cancelled, and children end.
+      money: limit of the prices of answers, in the unit of `Reply.cost`, with the effect of tokens.
+        A model that gives no prices is an error; `jaxshare.serving.agents.backends.Priced` gives
+        them by the token.
     """
 
     calls: int | None = None
     tokens: int | None = None
     seconds: float | None = None
+    money: float | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -171,6 +224,43 @@ class Budget:
                     f"{field.name} of a budget is {value}; give a number above 0, or None for no "
                     "bound"
                 )
+
+    def used_up(self, spent: Spent, calls: int) -> str | None:
+        """The part of it that does not allow so many calls more, in words; None if all do."""
+        if self.calls is not None and spent.calls + calls > self.calls:
+            return f"{self.calls} calls"
+        if self.tokens is not None and spent.new_tokens >= self.tokens:
+            return f"{self.tokens} tokens"
+        if self.money is not None and spent.cost >= self.money:
+            return f"{self.money} of money"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inquiry:
+    """An inquiry of a supervisor about states, such as which of them is best.
+
+    Attributes:
+      about: the state in whose place an agent is spawned.
+      number: tells inquiries of one role about one state apart.
+      to: a function, or an agent, which is spawned as a child of the run.
+      args: its arguments.
+      role: what it is, for its name in the run and notes on its errors.
+      read: makes the answer of what was returned; an error of it is one of the inquiry.
+    """
+
+    about: State
+    number: int
+    to: Any
+    args: tuple[Any, ...]
+    role: Literal["vote", "feedback", "correction", "decision"]
+    read: Callable[[Any], Any] = lambda returned: returned
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Its place in the tree of the run, below the state: no firing has such a number."""
+        roles = get_args(type(self).__annotations__["role"])
+        return *self.about.path, -2 - len(roles) * self.number - roles.index(self.role)
 
 
 class Supervisor:
@@ -188,7 +278,8 @@ class Supervisor:
       budget: the budget of a run.
       value: the value function, which scores the states that `judges` selects before they are
         committed: a function of the `State`, or an agent, which is spawned with the state's
-        `Judged` view. It gives a number.
+        `Judged` view. It gives a number. An error of it ends the path, not the search.
+      evaluations: the number of times that it is asked for each state; the score is the mean.
       over: whether nothing more is to be fired.
       accepted: once over, the finished state that is the answer, or None; a state that has raised
         ends the run with its error.
@@ -196,6 +287,7 @@ class Supervisor:
 
     budget: Budget = Budget()
     value: Any = None
+    evaluations: int = 1
     over: bool = False
     accepted: State | None = None
 
@@ -225,8 +317,25 @@ class Supervisor:
             self.value is not None
             and not state.sleeping
             and state.error is None
-            and (state.asks_model or state.finished)
+            and (state.branches or state.finished)
+            and not state.is_proposal
         )
+
+    def inquiries(self) -> Iterable[Inquiry]:
+        """The inquiries to functions and agents whose answers it waits for, each until it is told.
+
+        Called after `fire`. An inquiry that was asked before is not asked again.
+        """
+        return ()
+
+    def answered(self, inquiry: Inquiry, value: Any, failed: State | None) -> None:
+        """Called with the answer to an inquiry.
+
+        Args:
+          value: the answer.
+          failed: a state with its error instead, which is in the run's tree below the state that
+            the inquiry is about.
+        """
 
     def refires(self, state: State) -> bool:
         """True if it may fire a state more than once, which is then kept as it is.
@@ -245,19 +354,19 @@ def supervisor_for_run(pattern: Any) -> Supervisor:
     if isinstance(pattern, Supervisor):
         return pattern.begin()
     made = copy.copy(pattern)
-    for name in ("budget", "value", "over", "accepted"):
+    for name in ("budget", "value", "evaluations", "over", "accepted"):
         if not hasattr(made, name):
             setattr(made, name, getattr(Supervisor, name))
-    for name in ("judges", "refires", "stop"):
+    for name in ("judges", "inquiries", "answered", "refires", "stop"):
         if not hasattr(made, name):
             setattr(made, name, types.MethodType(getattr(Supervisor, name), made))
     return made
 
 
 class Paths(Supervisor):
-    """A supervisor that fires once each state that does not wait for the model.
+    """A supervisor that fires once each state that does not branch.
 
-    A subclass decides in `reached` about states that wait for the model and states that have ended.
+    A subclass decides in `reached` about states that branch and states that have ended.
     """
 
     def init(self, root: State) -> None:
@@ -270,18 +379,18 @@ class Paths(Supervisor):
         self._ready.append(root)
 
     def reached(self, state: State) -> None:
-        """Called when a path has come to a state that waits for the model, or to its end."""
+        """Called when a path has come to a state that branches, or to its end."""
         raise NotImplementedError
 
     def refires(self, state: State) -> bool:
-        return state.asks_model or state.waiting is None
+        return state.branches or state.waiting is None
 
     def fire(self) -> Iterable[State]:
         ready, self._ready = self._ready, []
         return ready
 
     def commit(self, state: State) -> None:
-        if state.ended or state.asks_model:
+        if state.ended or state.branches:
             self.reached(state)
         elif not state.sleeping:
             self._ready.append(state)

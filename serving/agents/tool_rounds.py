@@ -7,11 +7,12 @@ last to a state that asks the model again. The agent's code goes on after an ans
 import dataclasses
 from typing import Any
 
+from jaxshare.serving.agents.choices import Picked
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import Continuing, said_in
 from jaxshare.serving.agents.errors import RoundsError
 from jaxshare.serving.agents.model_calls import call_tool
-from jaxshare.serving.agents.requests import Ask, CallRun, Llm, Tool
+from jaxshare.serving.agents.requests import Ask, CallRun, Choose, Llm, Tool
 from jaxshare.serving.agents.runs import AgentRun
 from jaxshare.serving.chat.tools import as_text, bound, failure
 
@@ -41,7 +42,7 @@ async def run_call(request: CallRun) -> tuple[None, tuple[Message, ...]]:
 def is_final(request: Any) -> bool:
     """Returns True for a request whose outcome is what the agent gets."""
     return not (
-        isinstance(request, CallRun)
+        isinstance(request, (CallRun, Choose))
         or (isinstance(request, Ask) and bool(request.returns))
         or (isinstance(request, Llm) and not (request.chat is request.place is None))
     )
@@ -62,6 +63,8 @@ def settled(
     """
     if is_final(request):
         return value, messages
+    if isinstance(request, Choose):
+        return Picked(value), messages
     asked = request.llm if isinstance(request, CallRun) else request
     if not isinstance(asked, Llm):
         return follow(run, asked, value, messages), messages

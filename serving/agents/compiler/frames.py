@@ -36,6 +36,7 @@ class Frame(dict[str, Any]):
         `resume` restores both.
       flat: in a snapshot, its lists of constants.
       outside: ids of the functions among the agent's arguments, which copies share.
+      options: of the choice that it waits for; a copy has copies that its variables refer to.
       beside: what the runtime keeps with the variables.
     """
 
@@ -45,6 +46,7 @@ class Frame(dict[str, Any]):
         "flat",
         "handlers",
         "handling",
+        "options",
         "outside",
         "position",
         "thrown",
@@ -64,6 +66,7 @@ class Frame(dict[str, Any]):
         ] = ()
         self.flat: Sequence[list[Any]] = ()
         self.outside: frozenset[int] = frozenset()
+        self.options: tuple[Any, ...] = ()
         self.beside: Any = None
 
     def __missing__(self, name: str) -> Any:
@@ -147,7 +150,7 @@ class Frame(dict[str, Any]):
         """A frame at the same position, without variables."""
         made = type(self).__new__(type(self))
         made.cells, made.position, made.thrown = self.cells, self.position, self.thrown
-        made.outside, made.beside = self.outside, None
+        made.outside, made.beside, made.options = self.outside, None, ()
         made.handlers, made.handling, made.tracebacks, made.flat = (
             self.handlers,
             self.handling,
@@ -168,7 +171,7 @@ class Frame(dict[str, Any]):
 
     def resume(self) -> None:
         """Continues after a wait: restores tracebacks; lists may change from now on."""
-        self.flat = ()
+        self.flat = self.options = ()
         for exception, traceback, context in self.tracebacks:
             exception.__traceback__, exception.__context__ = traceback, context
 

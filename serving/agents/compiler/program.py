@@ -242,6 +242,14 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
                 f"{type(value).__name__}, which cannot be copied ({error}); make a list of an "
                 "iterator, and open files and locks between two waits"
             ) from error
+    if frame.options:
+        try:
+            copied.options = duplicate(frame.options, memo)
+        except Exception as error:
+            raise UncopyableError(
+                f"agent {program.name} waits in line {wait.line} for a choice among options that "
+                f"cannot be copied ({error})"
+            ) from error
     copied.flat = memo[FLAT]
     if frame.beside is not None:
         copied.beside = duplicate(frame.beside, memo)

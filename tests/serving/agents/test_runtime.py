@@ -1311,16 +1311,8 @@ def test_a_budget_leaves_the_best_that_there_is(budget):
     assert sum(state.finished for state in done.states) == 1
 
 
-def test_budgets_are_of_each_run_alone():
-    @agent
-    async def parent():
-        return [
-            await child
-            for child in [spawn(asks.under(Single(Budget(calls=2))), 2) for _ in range(3)]
-        ]
-
-    assert run(parent.under(Single(Budget(calls=1))), model=Model()) == [["x", "x"]] * 3
-    for field in ("calls", "tokens", "seconds"):
+def test_budgets_begin_above_nothing():
+    for field in ("calls", "tokens", "seconds", "money"):
         with pytest.raises(ValueError, match=f"{field} of a budget is 0"):
             Budget(**{field: 0})
 
