@@ -81,7 +81,11 @@ def check(
 def _check_ends(lines: Sequence[dict[str, Any]], kills: Sequence[int]) -> None:
     """Nothing that had ended some time before a kill is called again; that needs no journal."""
     for start, kill in itertools.pairwise([0, *kills]):
-        ended = {line["key"] for line in lines[start : max(start, kill - WINDOW)] if line["what"] == "end"}
+        ended = {
+            line["key"]
+            for line in lines[start : max(start, kill - WINDOW)]
+            if line["what"] == "end"
+        }
         again = {line["key"] for line in lines[kill:] if line["what"] == "begin"} & ended
         assert not again, f"calls that had ended long before a kill are made again: {again}"
 

@@ -9,6 +9,7 @@ from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.concurrency import as_completed, first, gather, wait_for
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.dialogues import Dialogue, current_dialogue
 from jaxshare.serving.agents.errors import (
     AgentError,
     BudgetError,
@@ -54,6 +55,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "DeadlockError",
+    "Dialogue",
     "DivergedError",
     "EndedError",
     "ForestOfThoughts",
@@ -82,6 +84,7 @@ __all__ = [
     "as_completed",
     "ask",
     "call_key",
+    "current_dialogue",
     "first",
     "gather",
     "llm",

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from jaxshare import Grammar
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
 from jaxshare.serving.agents.dialogue import Message, as_messages
+from jaxshare.serving.agents.message_list import DialoguePlace, MessageList, place_in
 from jaxshare.serving.chat import (
     BrokenCall,
     FunctionTool,
@@ -127,6 +128,7 @@ class Llm(_AgentOnly):
     retries: int
     timeout: float | None
     chat: Chat | None = None
+    place: DialoguePlace | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -218,6 +220,7 @@ def llm(
     content: Content = (),
     /,
     *,
+    dialogue: MessageList | None = None,
     n: int | None = None,
     stop: str | Sequence[str] = (),
     max_new_tokens: int | None = None,
@@ -240,22 +243,21 @@ def llm(
 
     Args:
       content: a user's message, or messages; nothing to continue the dialogue as it is.
-      n: number of answers to the same dialogue, sampled side by side; the result is their list, and
-        none becomes part of the dialogue.
+      dialogue: a `Dialogue` that is asked in and continued instead of the agent's own.
+      n: number of answers, sampled side by side; the result is their list, and none becomes part of
+        the dialogue, unless it is chosen: `dialogue.choose(answers[2])`.
       stop, max_new_tokens, temperature, top_k, top_p, min_p: see `Options`.
       parse: converts the text to the result; raises a ValueError for a text that it cannot convert.
-      retries: number of further attempts, each with a seed of its own, after an error, a timeout, or
-        a text that cannot be parsed.
+      retries: further attempts, each with its own seed, after an error, a timeout, or a text that
+        cannot be parsed.
       timeout: seconds for one attempt, and for each call of a tool.
       returns, tools, run_tools, rounds, chat_template_kwargs: see `Chat`.
 
-    Raises (where it is awaited):
+    Raises:
+      ValueError, TypeError: at once; invalid messages, options, tools or types.
       ParseError: no attempt could be parsed; an AnswerError where `returns` is given.
       TimeoutError: the last attempt took too long.
       RoundsError: the model calls tools again after `rounds` answers with calls.
-
-    Raises (at once):
-      ValueError, TypeError: invalid messages, options, tools or types.
     """
     if n is not None:
         n = as_integer("n", n, 1, why=": there is at least one answer")
@@ -272,7 +274,8 @@ def llm(
     if not (returns is tools is chat_template_kwargs is None and run_tools and rounds == 8):
         chat = _chat(returns, tools, run_tools, rounds, chat_template_kwargs)
         _check_combination(chat, n, parse)
-    return Llm(as_messages(content), options, n, parse, retries, timeout, chat)
+    messages, place = as_messages(content), place_in(dialogue)
+    return Llm(messages, options, n, parse, retries, timeout, chat, place)
 
 
 def _chat(returns: Any, tools: Any, run_tools: Any, rounds: Any, variables: Any) -> Chat:

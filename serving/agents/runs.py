@@ -17,8 +17,10 @@ from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.frames import shared
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
+from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
 from jaxshare.serving.agents.states import Arrival, Single, State, Supervisor
+from jaxshare.serving.agents.watchdog import Watchdog
 
 
 class Host(Protocol):
@@ -33,6 +35,8 @@ class Host(Protocol):
     @property
     def desk(self) -> Any: ...
     @property
+    def watchdog(self) -> Watchdog: ...
+    @property
     def max_agents(self) -> int: ...
     @property
     def max_depth(self) -> int: ...
@@ -46,8 +50,6 @@ class Host(Protocol):
     def fork(self, channel: Channel, by: "AgentRun", path: tuple[int, ...]) -> None: ...
     def keep_copy(self, run: "AgentRun", resumes: int | None) -> None: ...
     def call_off(self, run: "AgentRun") -> None: ...
-    def park(self, run: "AgentRun", state: State) -> None: ...
-    def unpark(self, run: "AgentRun", state: State) -> None: ...
     def keep_task(self, tidied: Coroutine[Any, Any, None]) -> None: ...
     def spawn(
         self,
@@ -58,10 +60,6 @@ class Host(Protocol):
         line: int,
         /,
     ) -> "Handle": ...
-
-
-HANDLES: Any = "handles"
-"""The memo key of the list that collects the handles found while a value is copied."""
 
 
 @shared
@@ -202,8 +200,11 @@ class Firing:
       events: the children that it has spawned, and the errors of its other dealings with children
         (None for none), in order.
       replays: in a replay, the events of then that were not met yet.
+      recorded: what the code has read of clocks and random numbers, as (function, value).
+      readings: in a replay, what it read then and has not read again.
       children: of the path that the code is on.
-      dialogue: with the model, up to the code that is running.
+      dialogue: the agent's own, as the code that is running found it; `own` is it as a value, once
+        the code has asked for that.
       restored: how the fired state was restored; see `State.restored`.
     """
 
@@ -213,8 +214,11 @@ class Firing:
     spawned: int = 0
     events: list[Handle | Exception | None] = dataclasses.field(default_factory=list)
     replays: deque[Handle | Exception | None] | None = None
+    recorded: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    readings: deque[tuple[str, Any]] | None = None
     children: Children | None = None
     dialogue: tuple[Message, ...] = ()
+    own: MessageList | None = None
     restored: str = "original"
 
 

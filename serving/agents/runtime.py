@@ -46,6 +46,7 @@ from jaxshare.serving.agents.runs import (
 )
 from jaxshare.serving.agents.states import Arrival, State, Supervisor, supervisor_for_run
 from jaxshare.serving.agents.tidying import tidy
+from jaxshare.serving.agents.watchdog import Watchdog
 
 MAX_FIRINGS = 256
 """Firings from the queue before other callbacks of the event loop get their turn."""
@@ -62,6 +63,8 @@ class Runtime:
       most_calls: limit of model calls under way at once; None for no limit.
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
       ask, answers: answer `ask`: a function of an OpenQuestion, and answers by the ids of questions.
+      watchdog: seconds that an agent's code may run between two waits before a warning names the
+        line; after ten times as long it is ended by an AgentError. None for neither.
     """
 
     def __init__(
@@ -75,16 +78,16 @@ class Runtime:
         journal: Any = None,
         ask: Person | None = None,
         answers: Mapping[str, Any] | None = None,
+        watchdog: float | None = 10.0,
     ):
         self.model, self.seed, self.journal = model, seed, journal
-        self.max_agents, self.max_depth = most_agents, deepest
+        self.max_agents, self.max_depth, self.watchdog = most_agents, deepest, Watchdog(watchdog)
         self.runs: list[AgentRun] = []
         self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
         # Firings: (run, the fired state, the state that it will become).
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self.desk = Desk(ask, answers, journal, self._check_deadlock, self._fail)
-        self._parked: list[tuple[AgentRun, State]] = []
         self._draining, self._start_time = False, time.perf_counter()
         self._finished: asyncio.Future[None] | None = None
 
@@ -108,6 +111,7 @@ class Runtime:
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._finished = self._loop.create_future()
         self.desk.begin(agent, args, kwargs, self.seed)
+        self.watchdog.start()
         run = self._start(agent, args, kwargs, None, agent.name, 0)
         try:
             await self._finished
@@ -118,6 +122,7 @@ class Runtime:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             close_coroutines(self.runs)
+            self.watchdog.stop()
         if run.error is not None:
             raise run.error
         return run
@@ -279,7 +284,7 @@ class Runtime:
         if state in run.asleep:
             run.fired_early.append(state)
             return
-        new = State(state.agent, state.run, (*state.path, state.fired), state, state.dialogue)
+        new = State(state.agent, state.run, (*state.path, state.fired), state, state.own_dialogue)
         new.times = (self.clock(), 0.0)
         state.fired += 1
         run.under_way[new] = state
@@ -305,7 +310,8 @@ class Runtime:
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
-        now = Firing(self, run, new.path, events=new.events)
+        now = Firing(self, run, new.path, events=new.events, recorded=new.recorded)
+        now.dialogue = state.own_dialogue
         if state.waiting is None:
             self._run_code(run, state, new, now, Arrival())
         elif (arrival := state.arrived) is not None:
@@ -335,16 +341,6 @@ class Runtime:
         if not self._draining:
             self._check_deadlock()
 
-    def park(self, run: AgentRun, state: State) -> None:
-        """Notes that the task of a firing waits for other agents alone, until `unpark`."""
-        self._parked.append((run, state))
-        self._loop.call_soon(self._check_deadlock)
-
-    def unpark(self, run: AgentRun, state: State) -> None:
-        """Notes that something has come for it."""
-        if (run, state) in self._parked:
-            self._parked.remove((run, state))
-
     def _fail(self, error: BaseException) -> None:
         """Ends all runs because of an error in the runtime itself."""
         if not self.runs[0].done:
@@ -358,7 +354,7 @@ class Runtime:
         try:
             value, messages = await outcome(self, run, state, now)
             if messages:
-                new.dialogue = (*state.dialogue, *messages)
+                new.dialogue = (*state.own_dialogue, *messages)
         except UsedUpError as error:
             run.used_up = str(error)
             del run.under_way[new]
@@ -428,7 +424,7 @@ class Runtime:
         elif self.desk.open:
             self.end(waiting[0], error=self.desk.pause())
         elif not any(run.timer for run in waiting):
-            self.end(waiting[0], error=DeadlockError(deadlock_message(waiting, self._parked)))
+            self.end(waiting[0], error=DeadlockError(deadlock_message(waiting, self.desk.parked)))
 
 
 def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any) -> Any:

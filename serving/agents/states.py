@@ -30,7 +30,9 @@ class State:
       path: position in the tree of the run: the index of the firing of each state on the way; ()
         for the first state.
       parent: the state whose firing led to this one, None for the first.
-      dialogue: the dialogue with the model so far.
+      dialogue: the dialogue with the model that the agent works in: its own, or the one that it
+        asks in or has asked in last.
+      own: the agent's own dialogue, where that is another one.
       waiting: the request that the agent waits for; None before its start and at its end.
       line: the line in which it waits.
       finished: whether the agent has returned; `value` is its return value.
@@ -47,9 +49,11 @@ class State:
       context: its context variables, for copies.
       is_uncopied: whether its frame cannot be copied.
       is_followed: whether the agent's own code has not gone on in the firing that led here.
-      given: the value or the error that the firing gave to the agent, for replays.
+      given: the value or the error that the firing gave to the agent, and its own dialogue then,
+        for replays.
       events: the children that the firing spawned, and the errors of its other dealings with
         children, for replays.
+      recorded: what the firing has read of clocks and random numbers, for replays.
       children: the children as the path to it sees them, and `positions` its place with each.
     """
 
@@ -58,6 +62,7 @@ class State:
     path: tuple[int, ...]
     parent: "State | None" = None
     dialogue: tuple[Message, ...] = ()
+    own: tuple[Message, ...] | None = None
     waiting: Any = None
     line: int = 0
     finished: bool = False
@@ -73,10 +78,16 @@ class State:
     context: contextvars.Context | None = dataclasses.field(default=None, repr=False)
     is_uncopied: bool = False
     is_followed: bool = False
-    given: tuple[Any, BaseException | None] = (None, None)
+    given: tuple[Any, BaseException | None, tuple[Message, ...]] = (None, None, ())
     events: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    recorded: list[Any] = dataclasses.field(default_factory=list, repr=False)
     children: Any = dataclasses.field(default=None, repr=False)
     positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def own_dialogue(self) -> tuple[Message, ...]:
+        """The agent's own dialogue, which `llm` continues unless it is given another one."""
+        return self.dialogue if self.own is None else self.own
 
     @property
     def ended(self) -> bool:

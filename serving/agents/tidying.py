@@ -30,7 +30,7 @@ def tidy(runtime: Host, run: AgentRun) -> None:
         if state.waiting is None or runtime.desk.is_paused:  # a pause is not the end of a path
             _close(course)
             continue
-        now = Firing(runtime, run, (*state.path, -1))
+        now = Firing(runtime, run, (*state.path, -1), dialogue=state.own_dialogue)
         reached = _went(course, now, None, asyncio.CancelledError())
         if reached is not None:
             runtime.keep_task(_tidied(course, now, reached, state))

@@ -36,9 +36,11 @@ class Frame(dict[str, Any]):
         `resume` restores both.
       flat: in a snapshot, its lists of constants.
       outside: ids of the functions among the agent's arguments, which copies share.
+      beside: what the runtime keeps with the variables.
     """
 
     __slots__ = (
+        "beside",
         "cells",
         "flat",
         "handlers",
@@ -62,6 +64,7 @@ class Frame(dict[str, Any]):
         ] = ()
         self.flat: Sequence[list[Any]] = ()
         self.outside: frozenset[int] = frozenset()
+        self.beside: Any = None
 
     def __missing__(self, name: str) -> Any:
         # The name of a comprehension's variable ends with "." and a number.
@@ -144,7 +147,7 @@ class Frame(dict[str, Any]):
         """A frame at the same position, without variables."""
         made = type(self).__new__(type(self))
         made.cells, made.position, made.thrown = self.cells, self.position, self.thrown
-        made.outside = self.outside
+        made.outside, made.beside = self.outside, None
         made.handlers, made.handling, made.tracebacks, made.flat = (
             self.handlers,
             self.handling,
