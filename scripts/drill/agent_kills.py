@@ -17,8 +17,9 @@ from scripts.drill.processes import finished, killed
 
 KILLS = 10
 """The kills of one case."""
-WINDOW = 16
-"""Lines of calls before a kill that may not be in the journal yet: of those that run side by side."""
+WINDOW = 64
+"""Lines of calls before a kill that may not be in the journal yet: two for each call that runs side
+by side, of which tools in threads may all end before the event loop has its turn."""
 
 Firing = tuple[str, tuple[int, ...]]
 """(id of a run, its state when it asked the model)."""

@@ -43,7 +43,7 @@ def identity_of(agent: Agent, args: tuple[Any, ...], kwargs: dict[str, Any], see
 
 
 def difference(recorded: Mapping[str, Any], now: Identity) -> str:
-    """What differs between two identities, in words; the empty text if nothing does."""
+    """The differences between two identities, in words; the empty text if there are none."""
     was, told = recorded.get, []
     if was("agent") != now["agent"]:
         told.append(f"its agent is {was('agent')} and this one {now['agent']}")
