@@ -32,8 +32,9 @@ from jaxshare.serving.agents.requests import (
     llm,
     tool,
 )
+from jaxshare.serving.agents.running import run
 from jaxshare.serving.agents.runs import AgentRun, Handle, spawn
-from jaxshare.serving.agents.runtime import Runtime, run
+from jaxshare.serving.agents.runtime import Runtime
 from jaxshare.serving.agents.search import (
     BeamSearch,
     BestOfN,

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from jaxshare.deprecated import renamed
 from jaxshare.serving.agents import forks
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.channels import Channel, Children, was_cancelled
@@ -62,9 +63,9 @@ class Runtime:
       deepest: limit of nested spawning, where recursion ends with an error.
       most_calls: limit of model calls under way at once; None for no limit.
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
-      ask, answers: answer `ask`: a function of an OpenQuestion, and answers by the ids of questions.
       watchdog: seconds that an agent's code may run between two waits before a warning names the
         line; after ten times as long it is ended by an AgentError. None for neither.
+      ask, answers: answer `ask`: a function of an OpenQuestion, and answers by the ids of questions.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Runtime:
         deepest: int = 64,
         most_calls: int | None = None,
         journal: Any = None,
+        watchdog: float | None = 10.0,
         ask: Person | None = None,
         answers: Mapping[str, Any] | None = None,
-        watchdog: float | None = 10.0,
     ):
         self.model, self.seed, self.journal = model, seed, journal
         self.max_agents, self.max_depth, self.watchdog = most_agents, deepest, Watchdog(watchdog)
@@ -427,20 +428,4 @@ class Runtime:
             self.end(waiting[0], error=DeadlockError(deadlock_message(waiting, self.desk.parked)))
 
 
-def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any) -> Any:
-    """Runs an agent to its end and returns its value; see `Runtime` and `Runtime.run`."""
-
-    async def whole_run() -> AgentRun:
-        return await Runtime(model, seed=seed).run(agent, *args, **kwargs)
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        accepted = asyncio.run(whole_run()).accepted
-    else:
-        raise RuntimeError(
-            "run() begins an event loop, and here one is running, as in a notebook: (await "
-            "Runtime(model).run(agent, ...)).accepted.value is the same there"
-        )
-    assert accepted
-    return accepted.value
+__getattr__ = renamed(__name__, {"run": "jaxshare.serving.agents.running.run"})
