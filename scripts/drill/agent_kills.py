@@ -1,6 +1,7 @@
 """A run of agents that is killed with -9 many times, and counts its calls."""
 
 import functools
+import itertools
 import json
 import random
 import sys
@@ -16,6 +17,9 @@ from scripts.drill.processes import finished, killed
 
 KILLS = 10
 """The kills of one case."""
+WINDOW = 64
+"""Lines of calls before a kill that may not be in the journal yet: two for each call that runs side
+by side, of which tools in threads may all end before the event loop has its turn."""
 
 Firing = tuple[str, tuple[int, ...]]
 """(id of a run, its state when it asked the model)."""
@@ -71,7 +75,20 @@ def check(
         for firing, count in Counter(asked.values()).items():
             most = 0 if firing in before.firings else total[firing] - before.parts[firing]
             assert count <= most, f"{firing} is asked {count} times after kill {number}, not {most}"
+    _check_ends(lines, [before.lines for before in kept])
     _check_order([_firing(each) for each in _begun(lines, "run")])
+
+
+def _check_ends(lines: Sequence[dict[str, Any]], kills: Sequence[int]) -> None:
+    """Nothing that had ended some time before a kill is called again; that needs no journal."""
+    for start, kill in itertools.pairwise([0, *kills]):
+        ended = {
+            line["key"]
+            for line in lines[start : max(start, kill - WINDOW)]
+            if line["what"] == "end"
+        }
+        again = {line["key"] for line in lines[kill:] if line["what"] == "begin"} & ended
+        assert not again, f"calls that had ended long before a kill are made again: {again}"
 
 
 def _check_order(asked: Sequence[Firing]) -> None:

@@ -6,6 +6,7 @@ same. The identity has no addresses and no order of sets, so it is the same in e
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import inspect
 import os
@@ -36,13 +37,13 @@ def identity_of(agent: Agent, args: tuple[Any, ...], kwargs: dict[str, Any], see
         "agent": agent.name,
         "program": _digest("\n".join(_source(each) for each in _named(agent))),
         "arguments": _digest(in_words([args, kwargs])),
-        "seed": seed,
+        "seed": int(seed),
         "supervisor": in_words(agent.supervisor),
     }
 
 
 def difference(recorded: Mapping[str, Any], now: Identity) -> str:
-    """Tells what differs between two identities, in words; the empty text if nothing does."""
+    """The differences between two identities, in words; the empty text if there are none."""
     was, told = recorded.get, []
     if was("agent") != now["agent"]:
         told.append(f"its agent is {was('agent')} and this one {now['agent']}")
@@ -74,7 +75,7 @@ def _named(agent: Agent) -> list[Agent]:
     while left:
         at = left.pop()
         cells = zip(at.function.__code__.co_freevars, at.function.__closure__ or (), strict=True)
-        scope = {**at.function.__globals__, **{name: _held(cell) for name, cell in cells}}
+        scope = {**at.function.__globals__, **{name: _in_cell(cell) for name, cell in cells}}
         values = [scope.get(name) for name in _names(at.function.__code__)]
         values += getattr(at.supervisor, "__dict__", {}).values()
         for value in values:
@@ -84,7 +85,7 @@ def _named(agent: Agent) -> list[Agent]:
     return list(found)
 
 
-def _held(cell: Any) -> Any:
+def _in_cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing was assigned
@@ -113,42 +114,55 @@ def _compiled(code: types.CodeType) -> str:
     return repr((code.co_code, code.co_names, code.co_varnames, constants))
 
 
-def in_words(value: Any, _depth: int = 0) -> str:
+def in_words(value: Any) -> str:
     """A value in words that are the same in every process.
 
     Objects are told by their class and their variables, functions and classes by their names.
     """
+    return _words(value, 0, {})
+
+
+def _words(value: Any, depth: int, seen: dict[int, int]) -> str:
+    """The words of a value in this depth; an object that was seen before has its number alone."""
     kind = type(value)
     if kind in ATOMS:
         return repr(value)
-    if _depth > _DEPTH:
-        return kind.__qualname__
-
-    def words(part: Any) -> str:
-        return in_words(part, _depth + 1)
-
     if isinstance(value, (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
         return value.__qualname__
     if isinstance(value, Agent):
         return value.name
     if isinstance(value, enum.Enum):
         return f"{kind.__qualname__}.{value.name}"
-    if isinstance(value, os.PathLike):
-        return f"{kind.__qualname__}({os.fspath(value)!r})"
+    if depth > _DEPTH:
+        return kind.__qualname__
+    if id(value) in seen:
+        return f"#{seen[id(value)]}"
+    seen[id(value)] = len(seen)
+
+    def words(part: Any) -> str:
+        return _words(part, depth + 1, seen)
+
     if isinstance(value, Mapping):
-        pairs = [f"{words(key)}: {words(part)}" for key, part in value.items()]
-        return f"{kind.__qualname__}({', '.join(pairs)})"
-    if isinstance(value, (list, tuple)):
-        return f"{kind.__qualname__}({', '.join(map(words, value))})"
-    if isinstance(value, Set):
-        return f"{kind.__qualname__}({', '.join(sorted(map(words, value)))})"
-    if hasattr(value, "__array__"):
+        parts = [f"{words(key)}: {words(part)}" for key, part in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = map(words, value)
+    elif isinstance(value, Set):
+        parts = sorted(_words(part, depth + 1, {}) for part in value)
+    elif isinstance(value, functools.partial):
+        parts = map(words, (value.func, value.args, value.keywords))
+    elif isinstance(value, os.PathLike):
+        parts = [repr(os.fspath(value))]
+    elif hasattr(value, "__array__"):
         array = np.asarray(value)
-        data = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
-        return f"array({array.dtype}, {array.shape}, {data})"
-    if dataclasses.is_dataclass(value):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        data = hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
+        parts = [str(array.dtype), str(array.shape), data]
     else:
-        held = getattr(value, "__dict__", {})
-    parts = [f"{name}={words(part)}" for name, part in held.items()]
+        parts = [f"{name}={words(part)}" for name, part in _held(value).items()]
     return f"{kind.__qualname__}({', '.join(parts)})"
+
+
+def _held(value: Any) -> dict[str, Any]:
+    """The variables of an object, by name."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return getattr(value, "__dict__", {})

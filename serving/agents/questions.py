@@ -104,6 +104,7 @@ class Desk:
     Attributes:
       open: the questions without an answer, by id.
       session: tells the run from others, in all its restarts; of its journal.
+      parked: the runs and states of firings that wait for other agents alone.
       is_paused: whether the run has ended because all of it waits for persons.
     """
 
@@ -134,6 +135,7 @@ class Desk:
         self.session = secrets.token_hex(8) if journal is None else journal.id
         self.open: dict[str, OpenQuestion] = {}
         self.is_paused = False
+        self.parked: list[tuple[Any, Any]] = []
         self._person, self._answers = person, dict(answers or {})
         self._journal, self._look, self._fail = journal, look, fail
         # Of tasks that wait: the futures of their parts, or None for a person's answer.
@@ -204,6 +206,16 @@ class Desk:
             yield
         finally:
             del self._waits[task]
+
+    def park(self, run: Any, state: Any) -> None:
+        """Notes that the task of a firing waits for other agents alone, until `unpark`."""
+        self.parked.append((run, state))
+        self.look()
+
+    def unpark(self, run: Any, state: Any) -> None:
+        """Notes that something has come for it."""
+        if (run, state) in self.parked:
+            self.parked.remove((run, state))
 
     def look(self) -> None:
         """Looks soon whether anything can go on."""

@@ -335,7 +335,8 @@ def tool(
 
     The function runs in a thread of its own, or in the event loop if it is an async def. It works
     on copies of its arguments, since a state can be fired again: results have to be returned. Its
-    error is raised where it is awaited.
+    error is raised where it is awaited. A run that goes on after a kill calls it again if it was
+    under way; `call_key` is for effects that may come only once.
 
     Args:
       timeout: seconds for one attempt. A thread cannot be stopped: one that hangs is left alone.

@@ -90,7 +90,6 @@ class Runtime:
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self.desk = Desk(ask, answers, journal, self._check_deadlock, self._fail)
-        self._parked: list[tuple[AgentRun, State]] = []
         self._draining, self._start_time = False, time.perf_counter()
         self._finished: asyncio.Future[None] | None = None
 
@@ -344,16 +343,6 @@ class Runtime:
         if not self._draining:
             self._check_deadlock()
 
-    def park(self, run: AgentRun, state: State) -> None:
-        """Notes that the task of a firing waits for other agents alone, until `unpark`."""
-        self._parked.append((run, state))
-        self._loop.call_soon(self._check_deadlock)
-
-    def unpark(self, run: AgentRun, state: State) -> None:
-        """Notes that something has come for it."""
-        if (run, state) in self._parked:
-            self._parked.remove((run, state))
-
     def _fail(self, error: BaseException) -> None:
         """Ends all runs because of an error in the runtime itself."""
         if not self.runs[0].done:
@@ -437,7 +426,7 @@ class Runtime:
         elif self.desk.open:
             self.end(waiting[0], error=self.desk.pause())
         elif not any(run.timer for run in waiting):
-            self.end(waiting[0], error=DeadlockError(deadlock_message(waiting, self._parked)))
+            self.end(waiting[0], error=DeadlockError(deadlock_message(waiting, self.desk.parked)))
 
 
 __getattr__ = renamed(__name__, {"run": "jaxshare.serving.agents.running.run"})

@@ -63,7 +63,7 @@ class _JointWait:
         def arrive(arrival: Arrival) -> None:
             if future.done():
                 return
-            self.runtime.unpark(self.run, self.state)
+            self.runtime.desk.unpark(self.run, self.state)
             if arrival.error is not None:
                 return future.set_exception(arrival.error)
             arrival = received(arrival, self.run)
@@ -136,7 +136,7 @@ class _JointWait:
                 if request.timeout is None and not any(
                     isinstance(future, asyncio.Task) for future in open_.values()
                 ):
-                    self.runtime.park(self.run, self.state)
+                    self.runtime.desk.park(self.run, self.state)
                 await asyncio.wait(open_.values(), return_when=asyncio.FIRST_COMPLETED)
             for index in [index for index, future in open_.items() if future.done()]:
                 future = open_.pop(index)
@@ -148,7 +148,7 @@ class _JointWait:
 
     async def _end(self, futures: dict[int, asyncio.Future[Any]], found: list[int]) -> None:
         """Ends what is under way, and gives back what children have yielded for nothing."""
-        self.runtime.unpark(self.run, self.state)
+        self.runtime.desk.unpark(self.run, self.state)
         tasks = [future for future in futures.values() if isinstance(future, asyncio.Task)]
         for task in tasks:
             task.cancel()

@@ -43,7 +43,7 @@ def is_final(request: Any) -> bool:
     """Returns True for a request whose outcome is what the agent gets."""
     return not (
         isinstance(request, (CallRun, Choose))
-        or (isinstance(request, Ask) and bool(request.returns))
+        or (isinstance(request, Ask) and request.returns is not None)
         or (isinstance(request, Llm) and not (request.chat is request.place is None))
     )
 
@@ -65,9 +65,9 @@ def settled(
         return value, messages
     if isinstance(request, Choose):
         return Picked(value), messages
+    if isinstance(request, Ask):
+        return request.made(value), messages
     asked = request.llm if isinstance(request, CallRun) else request
-    if not isinstance(asked, Llm):
-        return follow(run, asked, value, messages), messages
     if isinstance(request, CallRun) or asked.chat is not None:
         value = follow(run, request, value, messages)
     if asked.place is None:
@@ -77,9 +77,7 @@ def settled(
     return Continuing(value, [said_in(asked, value, messages)]), ()
 
 
-def follow(
-    run: AgentRun, request: Llm | CallRun | Ask, value: Any, messages: tuple[Message, ...]
-) -> Any:
+def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Message, ...]) -> Any:
     """Returns what the agent gets for an outcome, or a `Follow`.
 
     Args:
@@ -91,8 +89,6 @@ def follow(
       RoundsError: the model calls tools, and may not any more.
       ValueError: a type refuses the value that a journal has.
     """
-    if isinstance(request, Ask):
-        return request.made(value)
     if isinstance(request, CallRun):
         rest, asked = request.calls[1:], _later(request.llm, messages)
         return Follow(CallRun(asked, rest) if rest else asked)

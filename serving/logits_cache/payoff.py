@@ -132,7 +132,7 @@ class Payoff:
                 begun = self._clock()
                 jax.block_until_ready(_compress(logits, ones, kept))
                 seconds.append(self._clock() - begun)
-            self._keeping = min(seconds) / max(1.0, min(rows, self._rows.value))
+            self._keeping = float(min(seconds)) / max(1.0, min(rows, self._rows.value))
         return self._keeping
 
     # Drafts.

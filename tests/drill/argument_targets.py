@@ -136,6 +136,7 @@ TARGETS: dict[str, Target] = {
         words={"content": "message|content"},
         skipped=("parse",),
     ),
+    "ask": Target(lambda: agents.ask, lambda: {"question": "one?"}),
     "Message": Target(lambda: agents.Message, lambda: {"role": "user", "content": "one"}),
     "Budget": Target(lambda: Budget),
     "Journal.load": Target(

@@ -17,7 +17,11 @@ def begun(run, *state, key=None):
     return {"what": "begin", "key": key or f"{run}{state}", "run": run, "state": [*state]}
 
 
-TOTAL = Counter({("a", (0,)): 3, ("a", (0, 0)): 1})
+def ended(run):
+    return {"what": "end", "key": f"{run}()"}
+
+
+TOTAL = Counter({("a", (0,)): 3, ("a", (0, 0)): 1, ("b", ()): 1})
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,11 @@ TOTAL = Counter({("a", (0,)): 3, ("a", (0, 0)): 1})
             [begun("a", 0), begun("a", 0, 0), begun("a", 0)],
             Kept(0, set(), Counter(), set()),
             "used",
+        ),
+        (
+            [begun("b"), ended("b"), *[ended("c")] * agent_kills.WINDOW, begun("b")],
+            Kept(2 + agent_kills.WINDOW, set(), Counter(), set()),
+            "had ended long before",
         ),
         (
             [{"what": "begin", "key": "k", "tool": "t"}] * 2,
