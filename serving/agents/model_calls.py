@@ -27,6 +27,7 @@ from jaxshare.serving.agents.requests import (
 )
 from jaxshare.serving.agents.runs import AgentRun, Host
 from jaxshare.serving.agents.states import State
+from jaxshare.serving.agents.streaming import answered
 
 
 class UsedUpError(Exception):
@@ -91,12 +92,11 @@ async def _answer(
         )
         try:
             if runtime.call_slots is None and request.timeout is None:
-                reply = await runtime.model.answer(call)
-            elif runtime.call_slots is None:
-                reply = await _within(request.timeout, runtime.model.answer(call))
+                reply = await answered(runtime.model, call, runtime.on_token)
             else:
-                async with runtime.call_slots:
-                    reply = await _within(request.timeout, runtime.model.answer(call))
+                async with runtime.call_slots or contextlib.nullcontext():
+                    asked = answered(runtime.model, call, runtime.on_token)
+                    reply = await _within(request.timeout, asked)
         except Exception as error:
             if attempt < request.retries:
                 continue

@@ -19,6 +19,7 @@ from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
 from jaxshare.serving.agents.states import Arrival, State, Supervisor
+from jaxshare.serving.agents.streaming import OnToken
 
 
 class Host(Protocol):
@@ -30,6 +31,8 @@ class Host(Protocol):
     def seed(self) -> int: ...
     @property
     def journal(self) -> Any: ...
+    @property
+    def on_token(self) -> OnToken | None: ...
     @property
     def max_agents(self) -> int: ...
     @property

@@ -44,6 +44,7 @@ from jaxshare.serving.agents.runs import (
     with_note,
 )
 from jaxshare.serving.agents.states import Arrival, State, Supervisor, supervisor_for_run
+from jaxshare.serving.agents.streaming import AgentStream, OnToken
 from jaxshare.serving.agents.tidying import tidy
 
 MAX_FIRINGS = 256
@@ -60,6 +61,7 @@ class Runtime:
       deepest: limit of nested spawning, where recursion ends with an error.
       most_calls: limit of model calls under way at once; None for no limit.
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
+      on_token: is called with every piece of every answer as it comes, an `AnswerPiece`.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class Runtime:
         deepest: int = 64,
         most_calls: int | None = None,
         journal: Any = None,
+        on_token: OnToken | None = None,
     ):
-        self.model, self.seed, self.journal = model, seed, journal
+        self.model, self.seed, self.journal, self.on_token = model, seed, journal, on_token
         self.max_agents, self.max_depth = most_agents, deepest
         self.runs: list[AgentRun] = []
         self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
@@ -115,6 +118,10 @@ class Runtime:
         if run.error is not None:
             raise run.error
         return run
+
+    def stream(self, agent: Agent, /, *args: Any, **kwargs: Any) -> AgentStream:
+        """Returns the pieces of all answers, for an `async for`; the agent runs as by `run`."""
+        return AgentStream(self, agent, args, kwargs)
 
     # Starting and ending runs.
 

@@ -1,0 +1,70 @@
+"""An event loop in a thread of its own, for connections that outlive the loops of agents' runs."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread from the first use until it is closed.
+
+    `run` begins an event loop for every run of an agent, and a connection belongs to the loop that
+    has opened it. Connections that several runs use are opened here.
+
+    Args:
+      name: of the thread.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: weakref.finalize[Any, LoopThread] | None = None
+
+    def begin[T](self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Starts a coroutine in the loop; cancelling the future cancels the coroutine."""
+        return asyncio.run_coroutine_threadsafe(work, self._running())
+
+    async def call[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the loop, and waits for it in another one."""
+        return await asyncio.wrap_future(self.begin(work))
+
+    def close(self) -> None:
+        """Cancels what runs, and ends the thread; the next use begins another one."""
+        with self._lock:
+            end, self._loop, self._end = self._end, None, None
+        if end is not None:
+            end()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                loop = self._loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_run, args=(loop,), daemon=True, name=self._name)
+                thread.start()
+                self._end = weakref.finalize(self, _stop, loop, thread)
+            return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(10)
