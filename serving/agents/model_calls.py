@@ -25,6 +25,7 @@ from jaxshare.serving.agents.requests import (
     Reply,
     Tool,
 )
+from jaxshare.serving.agents.result_sizes import check_value
 from jaxshare.serving.agents.runs import AgentRun, Host
 from jaxshare.serving.agents.states import State
 from jaxshare.serving.agents.streaming import answered
@@ -195,7 +196,22 @@ def _call_seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt:
 
 
 async def call_tool(request: Tool) -> Any:
-    """The value that a tool returns; raises the error of its last attempt."""
+    """The value that a tool returns; raises the error of its last attempt.
+
+    Raises:
+      ResultError: the value is too large, which further attempts would not change.
+    """
+    value = await _tool_value(request)
+    check_value(_name_of(request.function), value, request.most_bytes)
+    return value
+
+
+def _name_of(function: Any) -> str:
+    """The name of a tool, for errors."""
+    return getattr(function, "__name__", repr(function))
+
+
+async def _tool_value(request: Tool) -> Any:
     function, arguments = request.function, (request.args, request.kwargs)
     immutable = ATOMS.issuperset(map(type, (*request.args, *request.kwargs.values())))
     for attempt in itertools.count():
@@ -205,16 +221,14 @@ async def call_tool(request: Tool) -> Any:
                 type(function).__call__
             ):
                 return await _within(request.timeout, function(*args, **kwargs))
-            return await _within(
-                request.timeout,
-                _in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs)),
-            )
+            found = _in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs))
+            return await _within(request.timeout, _whole(found))
         except Exception as error:
             if attempt < request.retries:
                 continue
             if isinstance(error, TimeoutError) and not str(error) and request.timeout is not None:
                 raise _timeout_error(
-                    f"the tool {getattr(function, '__name__', repr(function))} has not ended",
+                    f"the tool {_name_of(function)} has not ended",
                     request.timeout,
                 ) from None
             raise
@@ -225,6 +239,12 @@ async def _within[T](timeout: float | None, awaitable: Awaitable[T]) -> T:
         return await awaitable
     async with asyncio.timeout(timeout):
         return await awaitable
+
+
+async def _whole(found: Awaitable[Any]) -> Any:
+    """The value of a function that may give a coroutine, as one around an async function does."""
+    value = await found
+    return await value if inspect.iscoroutine(value) else value
 
 
 def _timeout_error(failure: str, timeout: float) -> TimeoutError:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from jaxshare import Grammar
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
 from jaxshare.serving.agents.dialogue import Message, as_messages
+from jaxshare.serving.agents.result_sizes import MOST_BYTES, MOST_CHARACTERS
 from jaxshare.serving.chat import (
     BrokenCall,
     FunctionTool,
@@ -65,6 +66,7 @@ class Chat:
       returns: the type of the value that is made of the answer; see `as_returns`. Where tools are
         offered it is that of the last answer.
       variables: of the chat template, such as {"enable_thinking": False}.
+      most_characters: of the result of a call; the model is told of a longer one as of an error.
     """
 
     tools: tuple[FunctionTool, ...] = ()
@@ -72,6 +74,7 @@ class Chat:
     rounds: int = 8
     returns: Returns | None = None
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    most_characters: int = MOST_CHARACTERS
 
     @property
     def grammar(self) -> Grammar | None:
@@ -146,6 +149,7 @@ class Tool(_AgentOnly):
     kwargs: Mapping[str, Any]
     timeout: float | None
     retries: int
+    most_bytes: int = MOST_BYTES
 
 
 @dataclasses.dataclass(slots=True)
@@ -219,6 +223,7 @@ def llm(
     tools: Sequence[Any] | None = None,
     run_tools: bool = True,
     rounds: int = 8,
+    most_characters: int = MOST_CHARACTERS,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Llm:
     """Requests the model's answer; awaited in an agent, it gives the answer's text.
@@ -234,7 +239,7 @@ def llm(
       retries: number of further attempts, each with a seed of its own, after an error, a timeout, or
         a text that cannot be parsed.
       timeout: seconds for one attempt, and for each call of a tool.
-      returns, tools, run_tools, rounds, chat_template_kwargs: see `Chat`.
+      returns, tools, run_tools, rounds, most_characters, chat_template_kwargs: see `Chat`.
 
     Raises (where it is awaited):
       ParseError: no attempt could be parsed; an AnswerError where `returns` is given.
@@ -256,13 +261,20 @@ def llm(
         as_texts("stop", stop),
     )
     chat = None
-    if not (returns is tools is chat_template_kwargs is None and run_tools and rounds == 8):
-        chat = _chat(returns, tools, run_tools, rounds, chat_template_kwargs)
+    limits = (rounds, most_characters)
+    if not (
+        returns is tools is chat_template_kwargs is None
+        and run_tools
+        and limits == (8, MOST_CHARACTERS)
+    ):
+        chat = _chat(returns, tools, run_tools, limits, chat_template_kwargs)
         _check_combination(chat, n, parse)
     return Llm(as_messages(content), options, n, parse, retries, timeout, chat)
 
 
-def _chat(returns: Any, tools: Any, run_tools: Any, rounds: Any, variables: Any) -> Chat:
+def _chat(
+    returns: Any, tools: Any, run_tools: Any, limits: tuple[Any, Any], variables: Any
+) -> Chat:
     if not isinstance(run_tools, bool):
         raise TypeError(f"run_tools is {shown(run_tools)}; it must be True or False")
     if variables is not None and not isinstance(variables, Mapping):
@@ -273,9 +285,10 @@ def _chat(returns: Any, tools: Any, run_tools: Any, rounds: Any, variables: Any)
     return Chat(
         offered,
         run_tools,
-        as_integer("rounds", rounds, 1),
+        as_integer("rounds", limits[0], 1),
         None if returns is None else as_returns(returns),
         copy.deepcopy(dict(variables or {})),
+        as_integer("most_characters", limits[1], 1),
     )
 
 
@@ -300,6 +313,7 @@ def tool(
     *args: Any,
     timeout: float | None = None,
     retries: int = 0,
+    most_bytes: int = MOST_BYTES,
     **kwargs: Any,
 ) -> Tool:
     """Requests function(*args, **kwargs); awaited in an agent, it gives the function's result.
@@ -309,19 +323,25 @@ def tool(
     error is raised where it is awaited.
 
     Args:
+      function: a function, or one with a schema, such as the tool of an MCP server.
       timeout: seconds for one attempt. A thread cannot be stopped: one that hangs is left alone.
       retries: number of further attempts after an error or a timeout.
+      most_bytes: of the result; one with more is an error, since states and journals keep it.
     """
     if not callable(function):
         raise TypeError(f"a tool is a function and its arguments; {function!r} cannot be called")
     _check_effort(retries, timeout)
-    while isinstance(function, functools.partial):
+    while isinstance(function, functools.partial | FunctionTool):
+        if isinstance(function, FunctionTool):
+            function = function.runnable()
+            continue
         function, args, kwargs = (
             function.func,
             (*function.args, *args),
             {**function.keywords, **kwargs},
         )
-    return Tool(function, args, kwargs, timeout, retries)
+    most_bytes = as_integer("most_bytes", most_bytes, 1)
+    return Tool(function, args, kwargs, timeout, retries, most_bytes)
 
 
 def _check_effort(retries: int, timeout: float | None) -> None:
