@@ -110,10 +110,8 @@ class OpenAIModel:
 
     def close(self) -> None:
         """Closes the connections; another call opens new ones."""
-        if self._opened is not None:
-            client, self._opened = self._opened[0], None
-            self._thread.begin(client.close()).result(10)
         self._thread.close()
+        self._opened = None
 
     async def answer(self, call: ModelCall) -> Reply:
         """Answers one call; see `Model`.
@@ -200,6 +198,7 @@ class OpenAIModel:
                 timeout=self._timeout,
                 max_retries=self._retries,
             )
+            self._thread.at_end.append(client.close)
             self._opened = client, asyncio.Semaphore(self._most_calls)
         return self._opened
 

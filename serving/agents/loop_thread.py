@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 
@@ -17,10 +17,15 @@ class LoopThread:
 
     Args:
       name: of the thread.
+
+    Attributes:
+      at_end: async functions that close what was opened, and are called once before the loop ends,
+        also where that is since this object is garbage, or the program ends.
     """
 
     def __init__(self, name: str):
         self._name = name
+        self.at_end: list[Callable[[], Awaitable[Any]]] = []
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: weakref.finalize[Any, LoopThread] | None = None
@@ -44,13 +49,15 @@ class LoopThread:
         with self._lock:
             if self._loop is None:
                 loop = self._loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run, args=(loop,), daemon=True, name=self._name)
+                thread = threading.Thread(
+                    target=_run, args=(loop, self.at_end), daemon=True, name=self._name
+                )
                 thread.start()
                 self._end = weakref.finalize(self, _stop, loop, thread)
             return self._loop
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, at_end: list[Callable[[], Awaitable[Any]]]) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
@@ -58,9 +65,16 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(_close_all(at_end))
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
+
+
+async def _close_all(at_end: list[Callable[[], Awaitable[Any]]]) -> None:
+    while at_end:
+        with contextlib.suppress(Exception):  # of a connection that is broken anyway
+            await at_end.pop()()
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

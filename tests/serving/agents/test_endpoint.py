@@ -1,8 +1,10 @@
 """A model behind an endpoint: the same answers as in the process, and faults of all kinds."""
 
 import asyncio
+import gc
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -348,6 +350,26 @@ def test_calls_beyond_the_limit_wait():
 
             assert asyncio.run(whole()) == ["fine"] * 7
     assert (endpoint.most, len(endpoint.asked)) == (3, 7)
+
+
+def endpoint_threads() -> int:
+    return sum(thread.name == "jaxshare-endpoint" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_connections_end_with_the_model(is_closed):
+    before = endpoint_threads()
+    with scripted_endpoint(completion()) as endpoint:
+        model = OpenAIModel("m", base_url=endpoint.url)
+        assert run(question, "Hello?", model=model) == "fine"
+        assert endpoint_threads() == before + 1
+        if is_closed:
+            model.close()
+            assert endpoint_threads() == before
+            assert run(question, "Hello?", model=model) == "fine"  # they are opened again
+        del model
+        gc.collect()
+        assert endpoint_threads() == before
 
 
 @pytest.mark.parametrize(
