@@ -7,6 +7,7 @@ a firing, the run of an evaluation. Keys are hashes, not sums, so that neither n
 nor neighbouring places share a stream.
 """
 
+import functools
 import hashlib
 import operator
 from collections.abc import Sequence
@@ -38,12 +39,11 @@ def stream_seed(seed: int, *place: int | str | bytes) -> int:
         to 2**64 - 1.
     """
     seed = operator.index(seed) % 2**_BITS
-    parts = [_part(part) for part in place]
+    parts = b"".join(map(_part, place))
     if all(part == 0 for part in place):
         return seed
-    message = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     digest = hashlib.blake2b(
-        message, digest_size=8, key=seed.to_bytes(8, "little"), person=_PERSON
+        parts, digest_size=8, key=seed.to_bytes(8, "little"), person=_PERSON
     ).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -56,8 +56,14 @@ def seed_words(seeds: Sequence[SupportsIndex]) -> UInt32[np.ndarray, "seeds 2"]:
     )
 
 
+@functools.lru_cache(4096)
 def _part(part: int | str | bytes) -> bytes:
-    """The bytes of a part of a place, with its type, so that 1 and "1" differ."""
+    """The bytes of a part of a place after their number, with its type, so that 1 and "1" differ.
+
+    Cached, since places have the same parts again and again, and some have thousands.
+    """
     if isinstance(part, str):
-        return b"s" + part.encode("utf-8", "surrogatepass")
-    return b"b" + part if isinstance(part, bytes) else b"i%d" % operator.index(part)
+        whole = b"s" + part.encode("utf-8", "surrogatepass")
+    else:
+        whole = b"b" + part if isinstance(part, bytes) else b"i%d" % operator.index(part)
+    return len(whole).to_bytes(8, "little") + whole

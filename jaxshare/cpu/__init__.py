@@ -128,6 +128,19 @@ def typical(
     return _served(None, find)
 
 
+def largest_logits(
+    logits: Array, kept_at: Array, k: int
+) -> tuple[Array, Array, Array, Array, Array] | None:
+    """Finds the largest logits and the masses beside them as `cpu_largest_logits` does."""
+
+    def find() -> tuple[Array, Array, Array, Array, Array]:
+        from jaxshare.cpu.compression import cpu_largest_logits
+
+        return cpu_largest_logits(logits, kept_at, k)
+
+    return _served(None, find)
+
+
 def _served[T](implementation: Implementation, compute: Callable[[], T]) -> T | None:
     if not used_for(implementation):
         return None

@@ -37,7 +37,7 @@ from jaxshare.cpu.selection import (
 _WORK = Record(("size",), ("scaled", "top_k", "top_p", "floor", "top"))
 _TYPICAL_WORK_ARGUMENTS = ("scaled", "top", "floor", "typical_p")
 _TYPICAL_WORK = Record(("size",), (*_TYPICAL_WORK_ARGUMENTS, "low", "high"))
-_BLOCK = 32
+BLOCK = 32
 """Vectors of a block; the numbers in the same lane of its vectors are a group."""
 _OF_MINUS_INFINITY = -0x7F800000
 """The key of -inf."""
@@ -78,9 +78,9 @@ def _write(call: Call) -> None:
 def _write_row(call: Call) -> Code:
     """row(work, i): the thresholds of one row."""
     module, machine = call.module, call.machine
-    maxima = _write_maxima(module, machine)
+    maxima = write_maxima(module, machine)
     count_threshold = write_count_threshold(module, machine)
-    candidates = _write_candidates(module, machine)
+    candidates = write_candidates(module, machine)
     nucleus = Nucleus(call, write_mass_threshold(module, machine)).code
     code = begin_task(call, "row")
     work, row = code.args
@@ -89,7 +89,7 @@ def _write_row(call: Call) -> Code:
     numbers = w.scaled + row * size * 4
     k = code.load_int(w.top_k + row * 4)
     p = code.load(w.top_p + row * 4, F32)
-    groups = (size + (_BLOCK * lanes - 1)) // (_BLOCK * lanes) * lanes
+    groups = (size + (BLOCK * lanes - 1)) // (BLOCK * lanes) * lanes
     room = (size + lanes) * 4  # a whole vector is written where numbers are appended
     bins = code.external("malloc", PTR, groups * 4 + room * 3 + BINS_BYTES)
     highest = bins + BINS_BYTES
@@ -114,7 +114,7 @@ def _write_row(call: Call) -> Code:
     return code
 
 
-def _write_maxima(module: ir.Module, machine: Machine) -> Code:
+def write_maxima(module: ir.Module, machine: Machine) -> Code:
     """maxima(numbers, n, highest): the key of the largest number; writes those of all groups, as
     numbers."""
     code = Code(module, machine, "maxima", [PTR, I64, PTR], I64)
@@ -122,14 +122,14 @@ def _write_maxima(module: ir.Module, machine: Machine) -> Code:
     lanes = machine.lanes
     lowest = code.constant(NO_KEY + 1, ir.VectorType(I32, lanes))
     top, place = code.var(lowest), code.var(highest)
-    with code.loop(0, n, _BLOCK * lanes) as start:
+    with code.loop(0, n, BLOCK * lanes) as start:
         largest = code.var(lowest)
 
         def widen(at: Val, left: Val | None, start=start, largest=largest) -> None:
             keys = keys_of(code, load_bits(code, numbers + (start + at) * 4, left))
             largest.set(code.max(largest.get(), keys))
 
-        for_vectors(code, code.min(n - start, _BLOCK * lanes), widen)
+        for_vectors(code, code.min(n - start, BLOCK * lanes), widen)
         code.store(keys_of(code, largest.get()), place.get())
         place.set(place.get() + lanes * 4)
         top.set(code.max(top.get(), largest.get()))
@@ -137,7 +137,7 @@ def _write_maxima(module: ir.Module, machine: Machine) -> Code:
     return code
 
 
-def _write_candidates(module: ir.Module, machine: Machine) -> Code:
+def write_candidates(module: ir.Module, machine: Machine) -> Code:
     """candidates(numbers, n, highest, bound, found): copies all numbers whose keys are at or above
     the bound to `found`; returns how many."""
     code = Code(module, machine, "candidates", [PTR, I64, PTR, I64, PTR], I64)
@@ -145,7 +145,7 @@ def _write_candidates(module: ir.Module, machine: Machine) -> Code:
     lanes = machine.lanes
     pivot = code.splat(code.narrowed_int(bound, I32), lanes)
     place, count = code.var(highest), code.var(0)
-    with code.loop(0, n, _BLOCK * lanes) as start:
+    with code.loop(0, n, BLOCK * lanes) as start:
 
         def copy(at: Val, left: Val | None, start=start) -> None:
             source = numbers + (start + at) * 4
@@ -158,7 +158,7 @@ def _write_candidates(module: ir.Module, machine: Machine) -> Code:
 
         largest = keys_of(code, load_bits(code, place.get(), None))
         with code.where(is_any(code, largest >= pivot)):
-            for_vectors(code, code.min(n - start, _BLOCK * lanes), copy)
+            for_vectors(code, code.min(n - start, BLOCK * lanes), copy)
         place.set(place.get() + lanes * 4)
     code.give(count.get())
     return code

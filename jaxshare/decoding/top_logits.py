@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from jaxshare import cpu
 from jaxshare.decoding.array_rows import filled
 
 _CHUNK = 256
@@ -102,6 +103,8 @@ def compress_logits(
     k = min(k, vocab)
     row = jnp.arange(rows)[:, None]
     kept_at = jnp.where(temperature > 0, temperature, 1.0)
+    if (found := cpu.largest_logits(logits, kept_at, k)) is not None:
+        return TopLogits(*found, kept_at, vocab)
     if k == vocab:
         tokens = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), logits.shape)
     else:

@@ -6,7 +6,7 @@
 
 A transition is one firing of one state: what it waits for is had, the agent's code runs to its next
 wait, and the new state is committed to its supervisor. The time holds all of that, the agent's own
-code and copies of its variables too. How to read the result is in benchmarks/README.md.
+code and copies of its variables too. Agents that hold much are measured apart. How to read the result is in benchmarks/README.md.
 """
 
 import asyncio
@@ -23,6 +23,10 @@ from typing import Any
 
 from jaxshare.serving.agents import Agent, AgentRun, Reply, Runtime, agent, llm, spawn, tool
 from scripts.bench.lib import Goal, Parser, alternate, command, finish, machine, table, versions
+from scripts.bench.parts.agents.held import BREADTH
+from scripts.bench.parts.agents.held import goals as held_goals
+from scripts.bench.parts.agents.held import measure as measure_held
+from scripts.bench.parts.agents.held import rows as held_rows
 
 AGENTS, STATES = 1000, 10
 MICROSECONDS_GOAL, LEAK_GOAL = 50.0, 0.0
@@ -214,6 +218,7 @@ def as_text(report: dict[str, Any]) -> str:
         )
         for r in report["results"]
     ]
+    held = report["held"]
     return "\n".join(
         [
             f"{settings['agents']} agents with {settings['states']} waits each; medians of "
@@ -225,6 +230,12 @@ def as_text(report: dict[str, Any]) -> str:
                 ("waits for", "transitions", "us each", "of rounds", "collector", "bytes left"),
                 rows,
             ),
+            "",
+            f"One agent with {held['waits']:,} waits for a tool; and a search of breadth "
+            f"{BREADTH} with {held['records']:,} records: {held['search']['milliseconds']:.1f} ms a "
+            "firing",
+            "",
+            table(("holds", "us a wait", "MB at most"), held_rows(held)),
         ]
     )
 
@@ -289,8 +300,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "versions": versions(("jax",)),
         "settings": settings,
         "results": results,
+        "held": measure_held(Ready(), max(1, options.rounds // 3)),
     }
-    finish(report, as_text(report), goals(results), as_json=options.json, output=options.output)
+    found = [*goals(results), *held_goals(report["held"])]
+    finish(report, as_text(report), found, as_json=options.json, output=options.output)
     return 0
 
 

@@ -8,6 +8,7 @@ from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.concurrency import as_completed, first, gather, wait_for
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.dialogues import Dialogue, current_dialogue
 from jaxshare.serving.agents.errors import (
     AgentError,
     BudgetError,
@@ -51,6 +52,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "DeadlockError",
+    "Dialogue",
     "DivergedError",
     "EndedError",
     "ForestOfThoughts",
@@ -75,6 +77,7 @@ __all__ = [
     "UncopyableError",
     "agent",
     "as_completed",
+    "current_dialogue",
     "first",
     "gather",
     "llm",

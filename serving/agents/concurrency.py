@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxshare.argument_checks import as_float, shown
 from jaxshare.serving.agents.agent import agent
+from jaxshare.serving.agents.dialogues import check_apart
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Together, Tool
 from jaxshare.serving.agents.runs import Handle, current_firing, spawn
 from jaxshare.serving.agents.together import First
@@ -84,7 +85,7 @@ async def as_completed(
     now = current_firing.get()
     if now is None:
         raise RuntimeError("as_completed() is for the code of an agent")
-    before, made = now.dialogue, []
+    before, made = now.dialogue if now.own is None else tuple(now.own), []
     waits: dict[int, Any] = {}
     for index, part in enumerate(_as_parts("as_completed", parts)):
         if isinstance(part, (ChildNext, ChildResult)):
@@ -112,6 +113,11 @@ async def waits_for(part):
 def _continued(part: Any, before: Any) -> Any:
     """A request for a child, which has no dialogue of its own to continue."""
     if isinstance(part, Llm):
+        if part.place is not None:
+            raise TypeError(
+                "as_completed() cannot continue a dialogue that is given to llm(); use gather() or "
+                "first()"
+            )
         return dataclasses.replace(part, messages=(*before, *part.messages))
     if isinstance(part, Together):
         parts = tuple(_continued(each, before) for each in part.parts)
@@ -137,4 +143,5 @@ def _as_parts(caller: str, parts: Any) -> tuple[Any, ...]:
                 "agent of a coroutine and spawn it, or a tool of what needs asyncio"
             )
         found.append(part)
+    check_apart(found)
     return tuple(found)

@@ -25,8 +25,11 @@ from jaxshare.serving.agents.compiler.program import (
     UncopyableError,
     snapshot,
 )
+from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.dialogues import Held, paused, resumed
 from jaxshare.serving.agents.errors import DivergedError
 from jaxshare.serving.agents.model_calls import private_copy
+from jaxshare.serving.agents.recorded import record_for
 from jaxshare.serving.agents.requests import (
     REQUESTS,
     CallRun,
@@ -39,7 +42,7 @@ from jaxshare.serving.agents.requests import (
     driven,
 )
 from jaxshare.serving.agents.runs import AgentRun, Firing, Handle, current_firing
-from jaxshare.serving.agents.states import State
+from jaxshare.serving.agents.states import Single, State
 
 
 @dataclasses.dataclass(slots=True)
@@ -170,13 +173,20 @@ class Course:
     code: Native | Compiled
     context: contextvars.Context
     children: Children
+    held: Held | None = None
 
     def go(
         self, now: Firing, value: Any = None, error: BaseException | None = None
     ) -> Reached | Returned:
         """Runs the code to its next wait or its end, as a part of a firing."""
-        now.children = self.children
-        return self.context.run(_go, self.code, now, value, error)
+        now.children, request = self.children, None
+        value = resumed(self.held, now, value)
+        try:
+            at = self.context.run(_go, self.code, now, value, error)
+            request = at.request if isinstance(at, Reached) else None
+            return at
+        finally:
+            self.held = paused(self.held, now, request)
 
 
 def _go(
@@ -184,7 +194,7 @@ def _go(
 ) -> Reached | Returned:
     token = current_firing.set(now)
     try:
-        return code.go(value, error)
+        return now.runtime.watchdog.run(now.run.agent, code.go, value, error)
     finally:
         current_firing.reset(token)
 
@@ -206,6 +216,8 @@ def begun(
       UncopyableError: an agent that is restored by copies gets an argument that has none.
     """
     agent, context = run.agent, contextvars.copy_context()
+    if run.may_be_forked or type(run.supervisor) is not Single:
+        record_for(agent.function)
     try:
         run.arguments = duplicate((args, kwargs), {})
     except Exception as error:
@@ -219,14 +231,35 @@ def begun(
 
 
 def keep(run: AgentRun, state: State, course: Course) -> None:
-    """Leaves a course at the state that it has come to, with a copy if there can be one."""
-    state.course, code = course, course.code
+    """Leaves a course at the state that it has come to.
+
+    Raises:
+      UncopyableError: states of the agent are to be copied, and this one cannot be.
+    """
+    state.course = course
     state.children, state.positions = course.children, course.children.kept()
-    if isinstance(code, Compiled) and code.inner is None and not state.is_uncopied:
-        program = run.agent.program
+    if not isinstance(course.code, Compiled) or course.code.inner is not None:
+        state.is_uncopied = True
+    elif run.agent.restore == "copy":
+        keep_frame(run, state)
+
+
+def leave(run: AgentRun, state: State) -> None:
+    """Keeps a copy of a state's frame before its course goes on, if the state may be fired again."""
+    if run.supervisor.refires(state) or (run.may_be_forked and isinstance(state.waiting, Yielded)):
+        keep_frame(run, state)
+
+
+def keep_frame(run: AgentRun, state: State) -> None:
+    """Keeps a copy of the frame that waits in a state, if there can be one."""
+    course, program = state.course, run.agent.program
+    if state.frame is not None or state.is_uncopied or course is None:
+        return
+    if isinstance(course.code, Compiled) and course.code.inner is None:
         assert program is not None
+        course.code.frame.beside = course.held
         try:
-            state.frame = snapshot(code.frame, program, strict=run.agent.restore is None)
+            state.frame = snapshot(course.code.frame, program, strict=run.agent.restore is None)
             state.context = course.context.copy()
             return
         except UncopyableError:
@@ -249,14 +282,17 @@ def taken(
     if not again and now.path[-1] == 0 and (course := state.course) is not None:
         # The first firing, however late its outcome is: so which path goes on does not depend on
         # what is faster.
+        leave(run, state)
         state.course, now.restored = None, "original"
         return course, None
+    if not again:
+        keep_frame(run, state)
     children = now.children or Children(state.positions, is_copy=True)
     if not again and state.frame is not None:
         now.restored, program = "copy", run.agent.program
         assert program is not None and state.context is not None
         code = Compiled(program, snapshot(state.frame, program))
-        return Course(code, state.context.copy(), children), None
+        return Course(code, state.context.copy(), children, code.frame.beside), None
     now.restored = "replay"
     if run.agent.restore == "copy":
         raise UncopyableError(
@@ -295,7 +331,8 @@ def replayed(
     course = Course(
         Native(run.agent.function(*args, **kwargs)), contextvars.copy_context(), children
     )
-    again, at = Firing(now.runtime, run, now.path, replays=events), None
+    readings = deque([reading for each in steps for reading in each.recorded])
+    again, at = Firing(now.runtime, run, now.path, replays=events, readings=readings), None
     through = is_own_awaitable(state.waiting)
     sent = [step for step in steps if not _is_passed(step)]
     for step in sent:
@@ -303,7 +340,7 @@ def replayed(
         assert parent is not None
         if at is not None:
             _check_same(run, parent, at)
-        value, error = step.given
+        value, error, again.dialogue = step.given
         if error is not None:
             error = _copied_error(error)
         go = functools.partial(course.go, again, private_copy(value), error)
@@ -357,7 +394,7 @@ def _check_same(run: AgentRun, state: State, at: Reached) -> None:
     if type(was) is not type(now):
         same = False
     elif isinstance(was, Llm):
-        same = (was.messages, was.n) == (now.messages, now.n)
+        same = (was.messages, was.n, _before(was)) == (now.messages, now.n, _before(now))
     elif isinstance(was, Tool):
         same = _function_name(was) == _function_name(now)
     elif isinstance(was, (ChildNext, ChildResult)):
@@ -368,6 +405,10 @@ def _check_same(run: AgentRun, state: State, at: Reached) -> None:
         same = True
     if not same:
         raise _diverged(run, state, f"it waits in line {at.line} for {_shown(now)}")
+
+
+def _before(request: Llm) -> tuple[Message, ...] | None:
+    return request.place and request.place.before
 
 
 def _shown(request: Any) -> str:

@@ -15,9 +15,11 @@ from jaxshare.serving.agents.courses import (
     Reached,
     is_own_awaitable,
     keep,
+    leave,
     taken,
 )
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.dialogues import dialogues_of
 from jaxshare.serving.agents.errors import AgentError
 from jaxshare.serving.agents.model_calls import (
     UsedUpError,
@@ -33,7 +35,7 @@ from jaxshare.serving.agents.requests import REQUESTS, CallRun, Llm, Together, T
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import Arrival, State
 from jaxshare.serving.agents.together import Gathered, together
-from jaxshare.serving.agents.tool_rounds import Follow, follow, is_followed, run_call
+from jaxshare.serving.agents.tool_rounds import Follow, is_final, run_call, settled
 
 Outcome = tuple[Any, tuple[Message, ...]]
 """(the value of a wait, the messages that continue the dialogue)."""
@@ -68,7 +70,7 @@ def outcome(
     if isinstance(state.waiting, Together):
         return together(runtime, run, state, now, state.waiting, now.path, answered)
     found = answered(runtime, run, state, now.path)
-    return _followed(run, state, found) if is_followed(state.waiting) else found
+    return found if is_final(state.waiting) else _settled(run, state, found)
 
 
 def answered(
@@ -79,9 +81,8 @@ def answered(
     return find(runtime, run, state, path)
 
 
-async def _followed(run: AgentRun, state: State, found: Coroutine[Any, Any, Outcome]) -> Outcome:
-    value, messages = await found
-    return follow(run, state.waiting, value, messages), messages
+async def _settled(run: AgentRun, state: State, found: Coroutine[Any, Any, Outcome]) -> Outcome:
+    return settled(run, state.waiting, *await found)
 
 
 async def _new_outcome(
@@ -142,8 +143,9 @@ def _until_request(state: State, now: Firing) -> Generator[Any, Any, Any]:
     course, waiting = state.course, state.waiting
     inner = Native(waiting if isinstance(waiting, types.CoroutineType) else _awaited(waiting))
     assert course is not None and isinstance(course.code, Compiled)
-    part, value, error = Course(inner, course.context, course.children), None, None
-    while not isinstance(at := part.go(now, value, error), Returned):
+    part = Course(inner, course.context, course.children, course.held)
+    value, error = None, None
+    while not isinstance(at := _went_on(course, part, now, value, error), Returned):
         if isinstance(at.request, REQUESTS):
             state.course, course.code.inner = None, inner
             return Went(course, Reached(at.request, state.line))
@@ -155,6 +157,15 @@ def _until_request(state: State, now: Firing) -> Generator[Any, Any, Any]:
         except BaseException as raised:
             error = raised
     return at.value
+
+
+def _went_on(
+    course: Course, part: Course, now: Firing, value: Any, error: BaseException | None
+) -> Reached | Returned:
+    try:
+        return part.go(now, value, error)
+    finally:
+        course.held = part.held
 
 
 async def _journaled_outcome(
@@ -197,13 +208,16 @@ def run_to_next_wait(
     value, error = came.value, came.error
     if error is None and isinstance(value, Follow):
         # The agent's code does not go on, so both states can have this frame.
+        leave(run, state)
         new.frame, new.context = state.frame, state.context
         new.is_uncopied, new.is_followed = state.is_uncopied, True
         new.children, new.positions = state.children, state.positions
         new.line, new.waiting = state.line, value.request
         new.course, state.course = state.course, None
         return
-    now.dialogue = new.dialogue
+    course = None
+    if not isinstance(value, Went):
+        now.dialogue = new.dialogue
     try:
         if isinstance(value, Went):
             course, at = value.course, value.reached
@@ -214,7 +228,8 @@ def run_to_next_wait(
                 course.children.receive(arrival, now.restored != "original")
             value = value.value if isinstance(value, Gathered) else value
             if at is None:
-                new.given = (value if is_constant(value) else private_copy(value)), error
+                given = value if is_constant(value) else private_copy(value)
+                new.given = given, error, new.dialogue
                 at = course.go(now, value, error)
             else:
                 new.is_followed = True
@@ -231,6 +246,7 @@ def run_to_next_wait(
         new.error, new.waiting = raised, None
     finally:
         new.restored = now.restored
+        new.dialogue, new.own = dialogues_of(course and course.held, now)
 
 
 def close_coroutines(runs: list[AgentRun]) -> None:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable
 
 from jaxshare.serving.agents.channels import Channel
+from jaxshare.serving.agents.courses import keep_frame
 from jaxshare.serving.agents.errors import AgentError
 from jaxshare.serving.agents.runs import AgentRun, Host, check_limits
 from jaxshare.serving.agents.states import Single, State, Supervisor
@@ -38,6 +39,8 @@ def keep_copy(run: AgentRun, resumes: int | None) -> None:
 
 
 def _search_of(run: AgentRun) -> Search:
+    for state in [*run.states, *run.under_way.values()]:
+        keep_frame(run, state)
     return Search(
         run.supervisor,
         run.states,
@@ -83,6 +86,7 @@ def fork(runtime: Host, channel: Channel, by: AgentRun, path: tuple[int, ...]) -
 def _parted(old: AgentRun, resumes: int, id: str) -> Search | Exception:
     """The search of a run for a fork with this id, as it was after so many resumes."""
     if type(old.supervisor) is Single and len(old.yields) > resumes:
+        keep_frame(old, old.yields[resumes])
         at = dataclasses.replace(
             old.yields[resumes], run=id, course=None, children=None, arrived=None, fired=0
         )

@@ -298,6 +298,7 @@ def _summary(request: Any) -> str:
         options = dataclasses.replace(request.options, max_new_tokens=limit)
         words = repr((request.messages, options, request.n))
         words += request.chat.words() if request.chat else ""
+        words += repr(request.place.before) if request.place else ""
         return (
             f"an answer of the model ({hashlib.blake2b(words.encode(), digest_size=6).hexdigest()})"
         )

@@ -16,6 +16,7 @@ import jax
 
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.dialogues import check_owner
 from jaxshare.serving.agents.requests import (
     AnswerError,
     Chat,
@@ -44,7 +45,10 @@ async def call_model(
     and
       UsedUpError: the run's budget has no model call left for it.
     """
-    messages = (*state.dialogue, *request.messages)
+    place = request.place
+    if place is not None:
+        check_owner(run, place.dialogue)
+    messages = (*(state.own_dialogue if place is None else place.before), *request.messages)
     if not messages:
         raise ValueError(
             f"agent {run.agent.name} asks the model in line {state.line}, but there is nothing in "
@@ -62,7 +66,14 @@ async def call_model(
     answers = await asyncio.gather(*calls, return_exceptions=True)
     if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
         raise next((error for error in errors if isinstance(error, UsedUpError)), errors[0])
-    return [answer[0] for answer in answers if isinstance(answer, tuple)], request.messages
+    found = [answer for answer in answers if isinstance(answer, tuple)]
+    offered = [
+        message
+        for _, reply in found
+        if place is not None
+        for message in _answer_messages(request, reply, messages)
+    ]
+    return [value for value, _ in found], (*request.messages, *offered)
 
 
 async def _answer(
@@ -86,7 +97,8 @@ async def _answer(
             _call_seed(runtime.seed, run.id, path, number, attempt),
             run.agent.name,
             run.id,
-            tuple(step for step in path if step >= 0),  # those below are parts of one wait
+            # Steps below 0, which come last, are parts of one wait.
+            path if path[-1] >= 0 else tuple(step for step in path if step >= 0),
             chat.tools,
             chat.variables,
             chat.grammar,

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from jaxshare import Grammar
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
 from jaxshare.serving.agents.dialogue import Message, as_messages
+from jaxshare.serving.agents.message_list import DialoguePlace, MessageList, place_in
 from jaxshare.serving.agents.result_sizes import MOST_BYTES, MOST_CHARACTERS
 from jaxshare.serving.chat import (
     BrokenCall,
@@ -130,6 +131,7 @@ class Llm(_AgentOnly):
     retries: int
     timeout: float | None
     chat: Chat | None = None
+    place: DialoguePlace | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -209,6 +211,7 @@ def llm(
     content: Content = (),
     /,
     *,
+    dialogue: MessageList | None = None,
     n: int | None = None,
     stop: str | Sequence[str] = (),
     max_new_tokens: int | None = None,
@@ -232,22 +235,21 @@ def llm(
 
     Args:
       content: a user's message, or messages; nothing to continue the dialogue as it is.
-      n: number of answers to the same dialogue, sampled side by side; the result is their list, and
-        none becomes part of the dialogue.
+      dialogue: a `Dialogue` that is asked in and continued instead of the agent's own.
+      n: number of answers, sampled side by side; the result is their list, and none becomes part of
+        the dialogue, unless it is chosen: `dialogue.choose(answers[2])`.
       stop, max_new_tokens, temperature, top_k, top_p, min_p: see `Options`.
       parse: converts the text to the result; raises a ValueError for a text that it cannot convert.
-      retries: number of further attempts, each with a seed of its own, after an error, a timeout, or
-        a text that cannot be parsed.
+      retries: further attempts, each with its own seed, after an error, a timeout, or a text that
+        cannot be parsed.
       timeout: seconds for one attempt, and for each call of a tool.
       returns, tools, run_tools, rounds, most_characters, chat_template_kwargs: see `Chat`.
 
-    Raises (where it is awaited):
+    Raises:
+      ValueError, TypeError: at once; invalid messages, options, tools or types.
       ParseError: no attempt could be parsed; an AnswerError where `returns` is given.
       TimeoutError: the last attempt took too long.
       RoundsError: the model calls tools again after `rounds` answers with calls.
-
-    Raises (at once):
-      ValueError, TypeError: invalid messages, options, tools or types.
     """
     if n is not None:
         n = as_integer("n", n, 1, why=": there is at least one answer")
@@ -260,21 +262,21 @@ def llm(
         None if min_p is None else as_float("min_p", min_p),
         as_texts("stop", stop),
     )
-    chat = None
-    limits = (rounds, most_characters)
-    if not (
-        returns is tools is chat_template_kwargs is None
-        and run_tools
-        and limits == (8, MOST_CHARACTERS)
-    ):
-        chat = _chat(returns, tools, run_tools, limits, chat_template_kwargs)
-        _check_combination(chat, n, parse)
-    return Llm(as_messages(content), options, n, parse, retries, timeout, chat)
+    chat = _chat(returns, tools, run_tools, (rounds, most_characters), chat_template_kwargs)
+    _check_combination(chat, n, parse)
+    messages, place = as_messages(content), place_in(dialogue)
+    return Llm(messages, options, n, parse, retries, timeout, chat, place)
+
+
+_LIMITS = (8, MOST_CHARACTERS)
 
 
 def _chat(
     returns: Any, tools: Any, run_tools: Any, limits: tuple[Any, Any], variables: Any
-) -> Chat:
+) -> Chat | None:
+    """The chat of a request; None where all is as by default."""
+    if returns is tools is variables is None and run_tools is True and limits == _LIMITS:
+        return None
     if not isinstance(run_tools, bool):
         raise TypeError(f"run_tools is {shown(run_tools)}; it must be True or False")
     if variables is not None and not isinstance(variables, Mapping):
@@ -292,7 +294,9 @@ def _chat(
     )
 
 
-def _check_combination(chat: Chat, n: int | None, parse: Any) -> None:
+def _check_combination(chat: Chat | None, n: int | None, parse: Any) -> None:
+    if chat is None:
+        return
     if parse is not None and chat.returns is not None:
         raise ValueError("parse and returns both make the result of an answer; give one of them")
     if chat.tools and chat.runs_tools and n is not None:

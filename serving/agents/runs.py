@@ -17,9 +17,11 @@ from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.frames import shared
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
+from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
-from jaxshare.serving.agents.states import Arrival, State, Supervisor
+from jaxshare.serving.agents.states import Arrival, Single, State, Supervisor
 from jaxshare.serving.agents.streaming import OnToken
+from jaxshare.serving.agents.watchdog import Watchdog
 
 
 class Host(Protocol):
@@ -33,6 +35,8 @@ class Host(Protocol):
     def journal(self) -> Any: ...
     @property
     def on_token(self) -> OnToken | None: ...
+    @property
+    def watchdog(self) -> Watchdog: ...
     @property
     def max_agents(self) -> int: ...
     @property
@@ -59,10 +63,6 @@ class Host(Protocol):
         line: int,
         /,
     ) -> "Handle": ...
-
-
-HANDLES: Any = "handles"
-"""The memo key of the list that collects the handles found while a value is copied."""
 
 
 @shared
@@ -155,6 +155,10 @@ class AgentRun:
         self.parent = self.owner = parent
         self.spawned_in = spawned_in
         self.depth: int = parent.depth + 1 if parent else 0
+        # Whether two paths of a run above may come to deal with it in different ways.
+        self.may_be_forked: bool = parent is not None and (
+            parent.may_be_forked or type(parent.supervisor) is not Single
+        )
         self.root = State(agent.name, id, ())
         self.states = [self.root]
         # Copies of its arguments, for replays; or why there are none.
@@ -199,8 +203,11 @@ class Firing:
       events: the children that it has spawned, and the errors of its other dealings with children
         (None for none), in order.
       replays: in a replay, the events of then that were not met yet.
+      recorded: what the code has read of clocks and random numbers, as (function, value).
+      readings: in a replay, what it read then and has not read again.
       children: of the path that the code is on.
-      dialogue: with the model, up to the code that is running.
+      dialogue: the agent's own, as the code that is running found it; `own` is it as a value, once
+        the code has asked for that.
       restored: how the fired state was restored; see `State.restored`.
     """
 
@@ -210,8 +217,11 @@ class Firing:
     spawned: int = 0
     events: list[Handle | Exception | None] = dataclasses.field(default_factory=list)
     replays: deque[Handle | Exception | None] | None = None
+    recorded: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    readings: deque[tuple[str, Any]] | None = None
     children: Children | None = None
     dialogue: tuple[Message, ...] = ()
+    own: MessageList | None = None
     restored: str = "original"
 
 

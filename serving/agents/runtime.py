@@ -44,14 +44,15 @@ from jaxshare.serving.agents.runs import (
     with_note,
 )
 from jaxshare.serving.agents.states import Arrival, State, Supervisor, supervisor_for_run
-from jaxshare.serving.agents.streaming import AgentStream, OnToken
+from jaxshare.serving.agents.streaming import OnToken, Streamed
 from jaxshare.serving.agents.tidying import tidy
+from jaxshare.serving.agents.watchdog import Watchdog
 
 MAX_FIRINGS = 256
 """Firings from the queue before other callbacks of the event loop get their turn."""
 
 
-class Runtime:
+class Runtime(Streamed):
     """Runs one agent, and all that it spawns.
 
     Args:
@@ -61,6 +62,8 @@ class Runtime:
       deepest: limit of nested spawning, where recursion ends with an error.
       most_calls: limit of model calls under way at once; None for no limit.
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
+      watchdog: seconds that an agent's code may run between two waits before a warning names the
+        line; after ten times as long it is ended by an AgentError. None for neither.
       on_token: is called with every piece of every answer as it comes, an `AnswerPiece`.
     """
 
@@ -73,18 +76,17 @@ class Runtime:
         deepest: int = 64,
         most_calls: int | None = None,
         journal: Any = None,
+        watchdog: float | None = 10.0,
         on_token: OnToken | None = None,
     ):
         self.model, self.seed, self.journal, self.on_token = model, seed, journal, on_token
-        self.max_agents, self.max_depth = most_agents, deepest
+        self.max_agents, self.max_depth, self.watchdog = most_agents, deepest, Watchdog(watchdog)
         self.runs: list[AgentRun] = []
         self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
         # Firings: (run, the fired state, the state that it will become).
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
-        self._draining = False
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._parked: list[tuple[AgentRun, State]] = []
-        self._start_time = time.perf_counter()
+        self._tasks, self._parked = set[asyncio.Task[None]](), list[tuple[AgentRun, State]]()
+        self._draining, self._start_time = False, time.perf_counter()
         self._finished: asyncio.Future[None] | None = None
 
     def clock(self) -> float:
@@ -105,6 +107,7 @@ class Runtime:
             raise RuntimeError("a runtime runs one agent, and what that spawns; make another")
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._finished = self._loop.create_future()
+        self.watchdog.start()
         run = self._start(agent, args, kwargs, None, agent.name, 0)
         try:
             await self._finished
@@ -115,13 +118,10 @@ class Runtime:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             close_coroutines(self.runs)
+            self.watchdog.stop()
         if run.error is not None:
             raise run.error
         return run
-
-    def stream(self, agent: Agent, /, *args: Any, **kwargs: Any) -> AgentStream:
-        """Returns the pieces of all answers, for an `async for`; the agent runs as by `run`."""
-        return AgentStream(self, agent, args, kwargs)
 
     # Starting and ending runs.
 
@@ -280,7 +280,7 @@ class Runtime:
         if state in run.asleep:
             run.fired_early.append(state)
             return
-        new = State(state.agent, state.run, (*state.path, state.fired), state, state.dialogue)
+        new = State(state.agent, state.run, (*state.path, state.fired), state, state.own_dialogue)
         new.times = (self.clock(), 0.0)
         state.fired += 1
         run.under_way[new] = state
@@ -306,7 +306,8 @@ class Runtime:
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
-        now = Firing(self, run, new.path, events=new.events)
+        now = Firing(self, run, new.path, events=new.events, recorded=new.recorded)
+        now.dialogue = state.own_dialogue
         if state.waiting is None:
             self._run_code(run, state, new, now, Arrival())
         elif (arrival := state.arrived) is not None:
@@ -359,7 +360,7 @@ class Runtime:
         try:
             value, messages = await outcome(self, run, state, now)
             if messages:
-                new.dialogue = (*state.dialogue, *messages)
+                new.dialogue = (*state.own_dialogue, *messages)
         except UsedUpError as error:
             run.used_up = str(error)
             del run.under_way[new]

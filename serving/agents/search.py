@@ -190,6 +190,9 @@ class ForestOfThoughts(Supervisor):
                 fired.append(state)
         return fired
 
+    def refires(self, state: State) -> bool:
+        return state.waiting is None or self._tree_of(state).refires(state)
+
     def _tree_of(self, state: State) -> Supervisor:
         return self._owner[state.path[0]]
 

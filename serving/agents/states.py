@@ -30,7 +30,9 @@ class State:
       path: position in the tree of the run: the index of the firing of each state on the way; ()
         for the first state.
       parent: the state whose firing led to this one, None for the first.
-      dialogue: the dialogue with the model so far.
+      dialogue: the dialogue with the model that the agent works in: its own, or the one that it
+        asks in or has asked in last.
+      own: the agent's own dialogue, where that is another one.
       waiting: the request that the agent waits for; None before its start and at its end.
       line: the line in which it waits.
       finished: whether the agent has returned; `value` is its return value.
@@ -38,7 +40,8 @@ class State:
       score: the score given by the supervisor's value function, or None.
       fired: number of its firings.
       times: start and end of the firing that led to it, in seconds since the runtime's start.
-      frame: a copy of the agent's variables and position in its code, if one can be made.
+      frame: a copy of the agent's variables and position in its code, if the state may be fired
+        again and one can be made.
       arrived: the outcome of a wait for another agent, once there.
       restored: how the parent was restored for the firing that led here: "original" (its own
         frame went on), "copy" or "replay"; "" for the first state.
@@ -46,9 +49,11 @@ class State:
       context: its context variables, for copies.
       is_uncopied: whether its frame cannot be copied.
       is_followed: whether the agent's own code has not gone on in the firing that led here.
-      given: the value or the error that the firing gave to the agent, for replays.
+      given: the value or the error that the firing gave to the agent, and its own dialogue then,
+        for replays.
       events: the children that the firing spawned, and the errors of its other dealings with
         children, for replays.
+      recorded: what the firing has read of clocks and random numbers, for replays.
       children: the children as the path to it sees them, and `positions` its place with each.
     """
 
@@ -57,6 +62,7 @@ class State:
     path: tuple[int, ...]
     parent: "State | None" = None
     dialogue: tuple[Message, ...] = ()
+    own: tuple[Message, ...] | None = None
     waiting: Any = None
     line: int = 0
     finished: bool = False
@@ -72,10 +78,16 @@ class State:
     context: contextvars.Context | None = dataclasses.field(default=None, repr=False)
     is_uncopied: bool = False
     is_followed: bool = False
-    given: tuple[Any, BaseException | None] = (None, None)
+    given: tuple[Any, BaseException | None, tuple[Message, ...]] = (None, None, ())
     events: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    recorded: list[Any] = dataclasses.field(default_factory=list, repr=False)
     children: Any = dataclasses.field(default=None, repr=False)
     positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def own_dialogue(self) -> tuple[Message, ...]:
+        """The agent's own dialogue, which `llm` continues unless it is given another one."""
+        return self.dialogue if self.own is None else self.own
 
     @property
     def ended(self) -> bool:
@@ -97,7 +109,8 @@ class State:
     def variables(self) -> Mapping[str, Any]:
         """A read-only view of the agent's variables.
 
-        There are none once a state has been fired that cannot be copied.
+        There are none once a state has been fired that is not kept: it cannot be copied, or its
+        supervisor fires it once.
         """
         held = self.frame
         if held is None:
@@ -215,6 +228,13 @@ class Supervisor:
             and (state.asks_model or state.finished)
         )
 
+    def refires(self, state: State) -> bool:
+        """True if it may fire a state more than once, which is then kept as it is.
+
+        A state that is fired again against this is restored by a replay.
+        """
+        return True
+
     def stop(self, reason: str) -> None:
         """Ends the search, since the budget is used up; the answer is chosen from what there is."""
         self.over = True
@@ -228,7 +248,7 @@ def supervisor_for_run(pattern: Any) -> Supervisor:
     for name in ("budget", "value", "over", "accepted"):
         if not hasattr(made, name):
             setattr(made, name, getattr(Supervisor, name))
-    for name in ("judges", "stop"):
+    for name in ("judges", "refires", "stop"):
         if not hasattr(made, name):
             setattr(made, name, types.MethodType(getattr(Supervisor, name), made))
     return made
@@ -252,6 +272,9 @@ class Paths(Supervisor):
     def reached(self, state: State) -> None:
         """Called when a path has come to a state that waits for the model, or to its end."""
         raise NotImplementedError
+
+    def refires(self, state: State) -> bool:
+        return state.asks_model or state.waiting is None
 
     def fire(self) -> Iterable[State]:
         ready, self._ready = self._ready, []
@@ -278,6 +301,9 @@ class Single(Paths):
             self.over, self.accepted = True, state
         else:
             self._ready.append(state)
+
+    def refires(self, state: State) -> bool:
+        return False
 
 
 def best(states: Iterable[State], count: int = 1) -> list[State]:

@@ -73,16 +73,8 @@ async def _told(model: Model, call: ModelCall, on_token: OnToken) -> Reply:
     return reply
 
 
-class Streaming(Protocol):
-    """The part of `jaxshare.serving.agents.runtime.Runtime` that a stream uses."""
-
-    on_token: OnToken | None
-
-    async def run(self, agent: Any, /, *args: Any, **kwargs: Any) -> Any: ...
-
-
 class AgentStream:
-    """The pieces of all answers of a run, for one `async for`; see `Runtime.stream`.
+    """The pieces of all answers of a run, for one `async for`; `Runtime.stream` makes it.
 
         stream = Runtime(model).stream(solve, "What is 2 + 2?")
         async for piece in stream:
@@ -96,9 +88,7 @@ class AgentStream:
       run: after the last piece, the `AgentRun`; None before. Its error is raised by the loop.
     """
 
-    def __init__(
-        self, runtime: Streaming, agent: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ):
+    def __init__(self, runtime: Any, agent: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
         self.run: Any = None
         self._given = runtime, agent, args, kwargs
 
@@ -124,3 +114,13 @@ class AgentStream:
             if not whole.done():
                 whole.cancel()
                 await asyncio.wait([whole])
+
+
+class Streamed:
+    """The part of `jaxshare.serving.agents.runtime.Runtime` that gives answers in pieces."""
+
+    on_token: OnToken | None
+
+    def stream(self, agent: Any, /, *args: Any, **kwargs: Any) -> AgentStream:
+        """Returns the pieces of all answers, for an `async for`; the agent runs as by `run`."""
+        return AgentStream(self, agent, args, kwargs)

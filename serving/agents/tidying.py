@@ -26,7 +26,7 @@ def tidy(runtime: Host, run: AgentRun) -> None:
         if state.waiting is None:
             _close(course)
             continue
-        now = Firing(runtime, run, (*state.path, -1))
+        now = Firing(runtime, run, (*state.path, -1), dialogue=state.own_dialogue)
         reached = _went(course, now, None, asyncio.CancelledError())
         if reached is not None:
             runtime.keep_task(_tidied(course, now, reached))

@@ -6,12 +6,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 from jaxshare.serving.agents.channels import Channel, Children, Waiter
+from jaxshare.serving.agents.dialogues import Continuing, Said
 from jaxshare.serving.agents.messages import await_child, received
 from jaxshare.serving.agents.model_calls import UsedUpError
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Together
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import Arrival, State
-from jaxshare.serving.agents.tool_rounds import Follow, follow, is_followed
+from jaxshare.serving.agents.tool_rounds import Follow, settled
 
 Answered = Callable[[Host, AgentRun, State, tuple[int, ...]], Coroutine[Any, Any, Any]]
 """Awaits one request: (runtime, run, the state that waits for it, path) to (value, messages)."""
@@ -37,6 +38,7 @@ class _JointWait:
 
     Attributes:
       arrivals: from children.
+      said: in dialogues that parts continue, by the index of the part.
       futures: one for each part.
     """
 
@@ -44,6 +46,7 @@ class _JointWait:
         self.runtime, self.run, self.state, self.now = runtime, run, state, now
         self.answered = answered
         self.arrivals: list[Arrival] = []
+        self.said: dict[int, Said] = {}
         # Of parts that wait for a child: the channel, the waiter, and whether it is for a next value.
         self._waiters: dict[asyncio.Future[Any], tuple[Channel, Waiter, bool]] = {}
         children = state.children
@@ -78,14 +81,15 @@ class _JointWait:
             return await self.value(part, path)
         at = dataclasses.replace(self.state, waiting=part)
         while True:
-            value, messages = await self.answered(self.runtime, self.run, at, path)
-            if not is_followed(at.waiting):
-                return value
-            value = follow(self.run, at.waiting, value, messages)
+            found = await self.answered(self.runtime, self.run, at, path)
+            value, messages = settled(self.run, at.waiting, *found)
+            if isinstance(value, Continuing):
+                self.said[-1 - path[len(self.now.path)]] = value.said[0]
+                return value.value
             if not isinstance(value, Follow):
                 return value
-            dialogue = (*at.dialogue, *messages)
-            at = dataclasses.replace(at, waiting=value.request, dialogue=dialogue)
+            dialogue = (*at.own_dialogue, *messages)
+            at = dataclasses.replace(at, waiting=value.request, dialogue=dialogue, own=None)
             path = (*path, -1)
 
     async def value(self, request: Together, path: tuple[int, ...]) -> Any:
@@ -190,4 +194,9 @@ async def together(
 ) -> tuple[Gathered, tuple[()]]:
     """(the outcome of a wait for several requests, no messages)."""
     wait = _JointWait(runtime, run, state, now, answered)
-    return Gathered(await wait.value(request, path), wait.arrivals), ()
+    value = await wait.value(request, path)
+    if wait.said:
+        one = value.index if isinstance(value, First) else None
+        said = [each._replace(index=i) for i, each in wait.said.items() if one in (None, i)]
+        value = Continuing(value, said)
+    return Gathered(value, wait.arrivals), ()

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.dialogues import Continuing, said_in
 from jaxshare.serving.agents.errors import RoundsError
 from jaxshare.serving.agents.model_calls import call_tool
 from jaxshare.serving.agents.requests import CallRun, Llm, Tool
@@ -39,9 +40,37 @@ async def run_call(request: CallRun) -> tuple[None, tuple[Message, ...]]:
     return None, (Message("tool", text, tool_call_id=call.id, name=call.name),)
 
 
-def is_followed(request: Any) -> bool:
-    """Returns True for a request whose outcome is not yet what the agent gets."""
-    return isinstance(request, CallRun) or (isinstance(request, Llm) and request.chat is not None)
+def is_final(request: Any) -> bool:
+    """Returns True for a request whose outcome is what the agent gets."""
+    return not (
+        isinstance(request, CallRun)
+        or (isinstance(request, Llm) and not (request.chat is request.place is None))
+    )
+
+
+def settled(
+    run: AgentRun, request: Any, value: Any, messages: tuple[Message, ...]
+) -> tuple[Any, tuple[Message, ...]]:
+    """(what the agent gets or a `Follow`, the messages that continue the agent's own dialogue).
+
+    Args:
+      run: of the agent.
+      request: any.
+      value, messages: its outcome, as a journal has it.
+
+    Raises:
+      RoundsError, ValueError: see `follow`.
+    """
+    if is_final(request):
+        return value, messages
+    asked = request.llm if isinstance(request, CallRun) else request
+    if isinstance(request, CallRun) or asked.chat is not None:
+        value = follow(run, request, value, messages)
+    if asked.place is None:
+        return value, messages
+    if isinstance(value, Follow):
+        return value, ()
+    return Continuing(value, [said_in(asked, value, messages)]), ()
 
 
 def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Message, ...]) -> Any:
@@ -49,7 +78,7 @@ def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Me
 
     Args:
       run: of the agent.
-      request: for which `is_followed` is True.
+      request: for which `is_final` is False, for an `Llm` because of its `chat`.
       value, messages: the outcome, as a journal has it.
 
     Raises:
@@ -57,8 +86,8 @@ def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Me
       ValueError: a type refuses the value that a journal has.
     """
     if isinstance(request, CallRun):
-        rest = request.calls[1:]
-        return Follow(CallRun(request.llm, rest) if rest else request.llm)
+        rest, asked = request.calls[1:], _later(request.llm, messages)
+        return Follow(CallRun(asked, rest) if rest else asked)
     chat, last = request.chat, messages[-1] if messages else None
     assert chat is not None
     if request.n is not None:
@@ -73,6 +102,16 @@ def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Me
             "answers with calls as rounds allows; give more rounds, or fewer tools"
         )
     again = dataclasses.replace(
-        request, messages=(), chat=dataclasses.replace(chat, rounds=chat.rounds - 1)
+        _later(request, messages),
+        messages=(),
+        chat=dataclasses.replace(chat, rounds=chat.rounds - 1),
     )
     return Follow(CallRun(again, last.tool_calls) if last.tool_calls else again)
+
+
+def _later(request: Llm, messages: tuple[Message, ...]) -> Llm:
+    """The request after more messages, which are kept by it if its dialogue is not the agent's own."""
+    if (place := request.place) is None:
+        return request
+    before = (*place.before, *messages)
+    return dataclasses.replace(request, place=dataclasses.replace(place, before=before))

@@ -36,9 +36,11 @@ class Frame(dict[str, Any]):
         `resume` restores both.
       flat: in a snapshot, its lists of constants.
       outside: ids of the functions among the agent's arguments, which copies share.
+      beside: what the runtime keeps with the variables.
     """
 
     __slots__ = (
+        "beside",
         "cells",
         "flat",
         "handlers",
@@ -62,6 +64,7 @@ class Frame(dict[str, Any]):
         ] = ()
         self.flat: Sequence[list[Any]] = ()
         self.outside: frozenset[int] = frozenset()
+        self.beside: Any = None
 
     def __missing__(self, name: str) -> Any:
         # The name of a comprehension's variable ends with "." and a number.
@@ -144,7 +147,7 @@ class Frame(dict[str, Any]):
         """A frame at the same position, without variables."""
         made = type(self).__new__(type(self))
         made.cells, made.position, made.thrown = self.cells, self.position, self.thrown
-        made.outside = self.outside
+        made.outside, made.beside = self.outside, None
         made.handlers, made.handling, made.tracebacks, made.flat = (
             self.handlers,
             self.handling,
@@ -325,9 +328,10 @@ def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
         else:
             made.extend([duplicate(each, memo) for each in value])
     elif kind is dict:
-        memo[id(value)] = made = {}
-        made.update([(duplicate(key, memo), duplicate(each, memo)) for key, each in value.items()])
+        made = _dictionary(value, memo)
     elif kind is tuple:
+        if CONSTANT.issuperset(map(type, value)):
+            return value
         made = tuple([duplicate(each, memo) for each in value])
         # A tuple that contains itself was copied during the recursion.
         made = memo.setdefault(id(value), made)
@@ -353,6 +357,20 @@ def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
         raise TypeError("a weak reference refers to what was copied")
     else:
         made = _object(value, kind, memo)
+    return made
+
+
+def _dictionary(value: dict[Any, Any], memo: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of a dictionary."""
+    if not CONSTANT.issuperset(map(type, value)):
+        memo[id(value)] = made = {}
+        made.update([(duplicate(key, memo), duplicate(each, memo)) for key, each in value.items()])
+        return made
+    memo[id(value)] = made = value.copy()
+    if not CONSTANT.issuperset(map(type, value.values())):
+        for key, each in value.items():
+            if type(each) not in CONSTANT:
+                made[key] = duplicate(each, memo)
     return made
 
 

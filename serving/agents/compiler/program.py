@@ -243,6 +243,8 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
                 "iterator, and open files and locks between two waits"
             ) from error
     copied.flat = memo[FLAT]
+    if frame.beside is not None:
+        copied.beside = duplicate(frame.beside, memo)
     return copied
 
 

@@ -14,7 +14,7 @@ from jaxshare.serving.http.answers import failed, json_response, service_of, who
 from jaxshare.serving.http.errors import ApiError, bad_request
 from jaxshare.serving.http.generation.chat_answers import AnswerDelta, WrittenCall
 from jaxshare.serving.http.generation.dialogues import (
-    Dialogue,
+    EncodedDialogue,
     deltas,
     read_dialogue,
     start_dialogue,
@@ -96,7 +96,7 @@ async def complete(service: Service, body: ChatFields) -> Response:
     return await _answer(service, body, head)
 
 
-async def dialogue_of(service: Service, body: ChatFields) -> Dialogue:
+async def dialogue_of(service: Service, body: ChatFields) -> EncodedDialogue:
     """Encodes the dialogue of a request.
 
     Raises:
@@ -135,7 +135,7 @@ async def _answer(service: Service, body: ChatFields, head: dict[str, Any]) -> R
 
 
 def _choice(
-    service: Service, dialogue: Dialogue, index: int, completion: Completion
+    service: Service, dialogue: EncodedDialogue, index: int, completion: Completion
 ) -> dict[str, Any]:
     """A choice in OpenAI's form."""
     reader = dialogue.reader()
@@ -175,7 +175,11 @@ def _reason(completion: Completion, calls: Sequence[WrittenCall]) -> str:
 
 
 async def _events(
-    service: Service, body: ChatFields, head: dict[str, Any], dialogue: Dialogue, running: Running
+    service: Service,
+    body: ChatFields,
+    head: dict[str, Any],
+    dialogue: EncodedDialogue,
+    running: Running,
 ) -> AsyncGenerator[bytes]:
     """The events of a stream of chunks."""
     with_usage = body.stream_options is not None and body.stream_options.include_usage

@@ -20,7 +20,7 @@ from jaxshare.serving.http.endpoints.response_store import ResponseStore
 from jaxshare.serving.http.errors import ApiError, unsupported
 from jaxshare.serving.http.generation.chat_answers import AnswerReader
 from jaxshare.serving.http.generation.dialogues import (
-    Dialogue,
+    EncodedDialogue,
     deltas,
     read_dialogue,
     start_dialogue,
@@ -152,7 +152,7 @@ class _ResponseWork:
     store: ResponseStore
     owner: str
     fields: ResponseFields
-    dialogue: Dialogue
+    dialogue: EncodedDialogue
     messages: list[dict[str, Any]]
     running: Running
     response: dict[str, Any]

@@ -20,7 +20,7 @@ _TAIL_TOKENS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Dialogue:
+class EncodedDialogue:
     """A dialogue that is encoded.
 
     Attributes:
@@ -47,7 +47,7 @@ async def read_dialogue(
     grammar: AskedGrammar | None,
     variables: Mapping[str, Any] | None,
     field: str = "messages",
-) -> Dialogue:
+) -> EncodedDialogue:
     """Encodes a dialogue.
 
     Args:
@@ -76,13 +76,13 @@ async def read_dialogue(
         return tokens, format_of(tokenizer, service.settings.tool_format, offer.tools, tail)
 
     tokens, format = await service.in_thread(encoded, prompt=field)
-    return Dialogue(tokens, offer, format, forced or grammar)
+    return EncodedDialogue(tokens, offer, format, forced or grammar)
 
 
 async def start_dialogue(
     service: Service,
     fields: SamplingFields,
-    dialogue: Dialogue,
+    dialogue: EncodedDialogue,
     *,
     n: int,
     max_tokens: int | None,

@@ -164,13 +164,17 @@ async def session(log):
 
 @program()
 async def self_refine():
+    trace = {"steps": []}
     draft = await llm("draft")
+    trace["steps"].append(len(trace["steps"]))
     for _ in range(3):
         notes = await llm(f"critique {draft}")
+        trace["steps"].append(len(trace["steps"]))
         if int(notes) > 90:
             break
         draft = await llm(f"revise {draft} by {notes}")
-    return draft
+        trace["steps"].append(len(trace["steps"]))
+    return draft, trace
 
 
 @program()
@@ -181,9 +185,11 @@ async def router():
 
 @program()
 async def map_reduce():
+    trace = {"steps": []}
     parts = textwrap.wrap("one two three four", 9)
     partial = {part: await llm(f"map {part}") for part in parts}
-    return await llm(f"reduce {sorted(partial.items())}")
+    trace["steps"].append(len(trace["steps"]))
+    return (await llm(f"reduce {sorted(partial.items())}")), trace
 
 
 @program()
@@ -198,21 +204,25 @@ async def state_machine():
 
 @program()
 async def scratchpad_of_text():
+    trace = {"steps": []}
     pad = io.StringIO()
     for i in range(3):
         print(await llm(pad.getvalue() or "start"), file=pad)
-    return pad.getvalue().splitlines()
+        trace["steps"].append(len(trace["steps"]))
+    return (pad.getvalue().splitlines()), trace
 
 
 @program()
 async def task_queue():
+    trace = {"steps": []}
     todo, done = collections.deque(["a"]), []
     while todo and len(done) < 4:
         task = todo.popleft()
         n = int(await llm(task))
+        trace["steps"].append(len(trace["steps"]))
         done.append((task, n))
         todo.extend(task + str(i) for i in range(n % 3))
-    return done, list(todo)
+    return (done, list(todo)), trace
 
 
 @program()
@@ -243,7 +253,10 @@ async def tool_registry():
     def negative(x):
         return -x
 
-    return [await tool(registry[name], int(await llm(name))) for name in sorted(registry)]
+    called = {name: [] for name in registry}
+    for name in sorted(registry):
+        called[name].append(await tool(registry[name], int(await llm(name))))
+    return called
 
 
 @program()
@@ -257,12 +270,14 @@ async def majority_with_early_end():
 
 @program()
 async def agenda_by_bisect():
+    trace = {"steps": []}
     order, names = [], {}
     for name in "abc":
         n = int(await llm(name))
+        trace["steps"].append(len(trace["steps"]))
         bisect.insort(order, n)
         names.setdefault(n, []).append(name)
-    return [names[n] for n in order]
+    return ([names[n] for n in order]), trace
 
 
 @program()
@@ -324,8 +339,10 @@ async def takes_a_function(f, items):
 
 @program(lambda: make_log())
 async def takes_two_closures(add, read):
+    trace = {"steps": []}
     a = await llm("a")
-    return a, await llm("b")
+    trace["steps"].append(len(trace["steps"]))
+    return (a, await llm("b")), trace
 
 
 @program(lambda: (Node("given"),))
@@ -403,6 +420,8 @@ async def code_objects():
 
 @program()
 async def single_dispatch():
+    trace = {"steps": []}
+
     @functools.singledispatch
     def show(x):
         return "other"
@@ -412,13 +431,15 @@ async def single_dispatch():
         return f"int {x}"
 
     await llm("a")
+    trace["steps"].append(len(trace["steps"]))
 
     @show.register
     def _(x: list):
         return f"list {x}"
 
     await llm("b")
-    return show(1), show([1]), show("s")
+    trace["steps"].append(len(trace["steps"]))
+    return (show(1), show([1]), show("s")), trace
 
 
 @program()
@@ -587,6 +608,7 @@ async def group_of_errors():
 
 @program()
 async def nested_handlers():
+    trace = {"steps": []}
     log = []
     try:
         try:
@@ -596,10 +618,11 @@ async def nested_handlers():
                 raise ValueError(await llm("b")) from outer
             except ValueError as inner:
                 log.append((inner.__cause__ is outer, await llm("c")))
+                trace["steps"].append(len(trace["steps"]))
                 raise
     except ValueError as last:
         log.append((str(last), last.__context__ is last.__cause__))
-    return log
+    return log, trace
 
 
 @program()
@@ -782,12 +805,15 @@ async def mapping_proxies():
 
 @program()
 async def seeded_random():
+    trace = {"steps": []}
     dice = random.Random(5)
     found = [dice.random()]
     await llm("a")
+    trace["steps"].append(len(trace["steps"]))
     found.append(dice.random())
     await llm("b")
-    return found, dice.random()
+    trace["steps"].append(len(trace["steps"]))
+    return (found, dice.random()), trace
 
 
 @program()
@@ -843,11 +869,13 @@ async def callable_iterators():
 
 @program()
 async def set_and_frozenset_iterators():
+    trace = {"steps": []}
     items = {3}
     kept = frozenset([Point])
     walk = iter(items)
     a = await llm("a")
-    return next(walk), a, await llm("b"), Point in kept
+    trace["steps"].append(len(trace["steps"]))
+    return (next(walk), a, await llm("b"), Point in kept), trace
 
 
 @program()
@@ -892,27 +920,36 @@ async def paths_and_files():
 
 @program()
 async def numbers_and_values():
+    trace = {"steps": []}
     total = fractions.Fraction(1, 3)
     number = 10**50 + int(await llm("a"))
+    trace["steps"].append(len(trace["steps"]))
     which = uuid.UUID(int=number % 2**64)
     total += fractions.Fraction(1, int(await llm("b")))
-    return total, number, str(which), complex(1, 2), ...
+    trace["steps"].append(len(trace["steps"]))
+    return (total, number, str(which), complex(1, 2), ...), trace
 
 
 @program()
 async def templates_and_formats():
+    trace = {"steps": []}
     text = string.Template("$a and $b")
     values = {"a": await llm("a")}
+    trace["steps"].append(len(trace["steps"]))
     values["b"] = await llm("b")
-    return text.substitute(values), f"{values['a']!r:>5}|{int(values['b']):08.3f}"
+    trace["steps"].append(len(trace["steps"]))
+    return (text.substitute(values), f"{values['a']!r:>5}|{int(values['b']):08.3f}"), trace
 
 
 @program()
 async def patterns():
+    trace = {"steps": []}
     pattern = re.compile(r"(\d)(\d)")
     match = pattern.match(await llm("a"))
+    trace["steps"].append(len(trace["steps"]))
     b = await llm("b")
-    return match.groups(), match.re is pattern, pattern.sub(r"\2\1", b)
+    trace["steps"].append(len(trace["steps"]))
+    return (match.groups(), match.re is pattern, pattern.sub(r"\2\1", b)), trace
 
 
 @program()
@@ -980,10 +1017,12 @@ async def sets_of_objects():
 
 @program()
 async def sentinel_in_structures():
+    trace = {"steps": []}
     table = [[SENTINEL] * 2 for _ in range(2)]
     table[0][0] = await llm("a")
+    trace["steps"].append(len(trace["steps"]))
     empty = [(i, j) for i in range(2) for j in range(2) if table[i][j] is SENTINEL]
-    return empty, await llm("b"), table[1][1] is SENTINEL
+    return (empty, await llm("b"), table[1][1] is SENTINEL), trace
 
 
 @program()
@@ -1030,6 +1069,7 @@ async def with_and_return():
 
 @program()
 async def while_else_break():
+    trace = {"steps": []}
     n, log = 0, []
     while (n := n + 1) < 4:
         if int(await llm(f"w {n}")) > 95:
@@ -1042,7 +1082,8 @@ async def while_else_break():
             log.append("for else")
     else:
         log.append(await llm("else"))
-    return n, log
+        trace["steps"].append(len(trace["steps"]))
+    return (n, log), trace
 
 
 @program()
@@ -1057,9 +1098,11 @@ async def async_for_break():
 
 @program()
 async def unpacking():
+    trace = {"steps": []}
     first, *rest, (a, b) = [await llm("1"), 2, 3, (await llm("2"), [])]
+    trace["steps"].append(len(trace["steps"]))
     b += [a, *rest]
-    return {**{"first": first}, "b": b}, (*rest, *b)
+    return ({**{"first": first}, "b": b}, (*rest, *b)), trace
 
 
 @program()
@@ -1074,19 +1117,25 @@ async def match_of_classes():
 
 @program()
 async def short_circuits():
+    trace = {"steps": []}
     log = []
     a = log.append("a") or await llm("a")
+    trace["steps"].append(len(trace["steps"]))
     b = False and await llm("never")
+    trace["steps"].append(len(trace["steps"]))
     c = 0 < int(await llm("c")) < 200 < int(await llm("d"))
-    return a, b, c, log, (await llm("e") if c else await llm("f"))
+    trace["steps"].append(len(trace["steps"]))
+    return (a, b, c, log, (await llm("e") if c else await llm("f"))), trace
 
 
 @program()
 async def global_statement():
+    trace = {"steps": []}
     global MADE
     MADE = [await llm("a")]
+    trace["steps"].append(len(trace["steps"]))
     made = list(MADE)
-    return made, await llm("b")
+    return (made, await llm("b")), trace
 
 
 @program()
@@ -1094,7 +1143,10 @@ async def star_calls():
     def f(*args, **names):
         return args, sorted(names.items())
 
-    return f(*[await llm("a")], await llm("b"), **{"k": await llm("k")}, z=await llm("z"))
+    given = {"positions": [await llm("a")]}
+    given["positions"].append(await llm("b"))
+    given["positions"].append(f(*given["positions"], **{"k": await llm("k")}, z=await llm("z")))
+    return given
 
 
 @program()
@@ -1109,7 +1161,9 @@ async def generic_function():
     def first[T](items: list[T]) -> T:
         return items[0]
 
-    return first([await llm("a")]), first([await llm("b")])
+    seen = [[await llm("a")]]
+    seen[0].append(first([await llm("b")]))
+    return first(seen[0]), seen
 
 
 @program()
@@ -1123,10 +1177,12 @@ async def augmented_targets():
 
 @program()
 async def deletes_names():
+    trace = {"steps": []}
     a = await llm("a")
+    trace["steps"].append(len(trace["steps"]))
     del a
     try:
         a
     except UnboundLocalError as error:
         kind = error.args
-    return kind, await llm("b")
+    return (kind, await llm("b")), trace

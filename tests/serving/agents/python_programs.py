@@ -172,12 +172,15 @@ async def chain_of_thought():
 
 @program()
 async def react_loop():
+    trace = {"steps": []}
     history, tools = [], {"add": operator.add, "mul": operator.mul}
     for turn in range(3):
         number = int(await llm(f"act {history}"))
+        trace["steps"].append(len(trace["steps"]))
         name = "add" if number % 2 else "mul"
         history.append((name, await tool(tools[name], number, turn)))
-    return history
+        trace["steps"].append(len(trace["steps"]))
+    return history, trace
 
 
 @program()
@@ -191,10 +194,12 @@ async def planner():
 
 @program()
 async def retries_until_valid():
+    trace = {"steps": []}
     for attempt in itertools.count():
         found = int(await llm(f"attempt {attempt}"))
+        trace["steps"].append(len(trace["steps"]))
         if found % 3 == 0 or attempt == 4:
-            return attempt, found
+            return (attempt, found), trace
 
 
 @program()
@@ -215,15 +220,17 @@ async def memory_window():
 
 @program()
 async def best_first():
+    trace = {"steps": []}
     frontier = [(0, "")]
     seen = set()
     for _ in range(4):
         cost, at = heapq.heappop(frontier)
         seen.add(at)
         n = int(await llm(f"expand {at}"))
+        trace["steps"].append(len(trace["steps"]))
         for each in range(2):
             heapq.heappush(frontier, (cost + n + each, at + str(each)))
-    return sorted(seen), frontier
+    return (sorted(seen), frontier), trace
 
 
 @program()
@@ -240,14 +247,16 @@ async def tree_of_nodes():
 
 @program()
 async def json_repair():
+    trace = {"steps": []}
     texts = []
     for _ in range(3):
         text = '{"n": ' + await llm(f"json {texts}")
+        trace["steps"].append(len(trace["steps"]))
         try:
             texts.append(json.loads(text))
         except json.JSONDecodeError as error:
             texts.append((error.msg, error.pos))
-    return texts
+    return texts, trace
 
 
 @program()
@@ -262,18 +271,20 @@ async def debate():
 
 @program()
 async def dispatch_by_match():
-    done = []
+    done, counts = [], {"low": [], "high": []}
     for i in range(3):
         match divmod(int(await llm(f"cmd {i}")), 10):
             case (1 | 2 | 3, unit):
                 done.append(("low", unit))
+                counts["low"].append(unit)
             case (tens, 0):
                 done.append(("round", tens))
             case (tens, unit) if unit > tens:
                 done.append(("up", unit - tens))
             case other:
                 done.append(other)
-    return done
+        counts["high"].append(len(done))
+    return done, counts
 
 
 @program(lambda: ([1],))
@@ -672,11 +683,13 @@ async def id_keys():
 
 @program()
 async def identity_hashed():
+    trace = {"steps": []}
     nodes = [Node("a"), Node("b")]
     seen, names = {nodes[0]}, {node: node.name for node in nodes}
     await llm("a")
+    trace["steps"].append(len(trace["steps"]))
     seen.add(nodes[1])
-    return len(seen), nodes[0] in seen, [names[n] for n in nodes], await llm("b")
+    return (len(seen), nodes[0] in seen, [names[n] for n in nodes], await llm("b")), trace
 
 
 @program()
@@ -765,13 +778,16 @@ async def context_variables_in_helpers():
 
 @program()
 async def decimal_context():
+    trace = {"steps": []}
     with decimal.localcontext() as context:
         context.prec = 3
         a = decimal.Decimal(1) / 3
         await llm("a")
+        trace["steps"].append(len(trace["steps"]))
         b = decimal.Decimal(2) / 3
     await llm("b")
-    return str(a), str(b), len(str(decimal.Decimal(1) / 3))
+    trace["steps"].append(len(trace["steps"]))
+    return (str(a), str(b), len(str(decimal.Decimal(1) / 3))), trace
 
 
 @program()
@@ -837,13 +853,15 @@ async def async_context_manager_functions():
 
 @program()
 async def suppressed():
+    trace = {"steps": []}
     with contextlib.suppress(KeyError):
         await llm("a")
+        trace["steps"].append(len(trace["steps"]))
         raise KeyError(await llm("b"))
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         print("hidden")
-    return out.getvalue(), await llm("c")
+    return (out.getvalue(), await llm("c")), trace
 
 
 @program()
@@ -888,12 +906,15 @@ async def csv_rows():
 
 @program()
 async def byte_files():
+    trace = {"steps": []}
     out = io.BytesIO(b"12345")
     out.read(2)
     await llm("a")
+    trace["steps"].append(len(trace["steps"]))
     rest = out.read(2)
     await llm("b")
-    return rest, out.tell(), out.getvalue()
+    trace["steps"].append(len(trace["steps"]))
+    return (rest, out.tell(), out.getvalue()), trace
 
 
 @program()

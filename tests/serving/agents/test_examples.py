@@ -13,7 +13,7 @@ import pytest
 
 from jaxshare import models
 from jaxshare.models import Generation, LoadedModel
-from jaxshare.serving.agents import Runtime
+from jaxshare.serving.agents import Message, Runtime, Single
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.search_log import SearchLog
 from jaxshare.serving.cli import main
@@ -33,10 +33,66 @@ def example(name: str):
 
 
 game24, bug_repair, pipeline, trip = map(example, ("game24", "bug_repair", "pipeline", "trip"))
+debate, research = map(example, ("debate", "research"))
 
 
 def finished(model, what, *args):
     return asyncio.run(Runtime(model).run(what, *args)).accepted.value
+
+
+# The debate.
+
+
+def test_each_path_of_a_debate_goes_on_with_debaters_of_its_own():
+    model = debate.scripted()
+    run = asyncio.run(Runtime(model).run(debate.debate, *debate.arguments([])))
+    assert run.accepted.value == ["The second side leads, 70%.", "The first side leads, 80%."]
+    assert debate.shown(run.accepted.value).splitlines()[1] == "turn 2: The first side leads, 80%."
+    heard = [call.messages[-1].content for call in model.calls if call.agent == "debater"]
+    assert heard.count("Begin.") == 2  # what paths share is computed once
+    assert sorted(text.partition("%")[0][-2:] for text in heard if text != "Begin.") == [
+        *("55", "55", "70", "70")
+    ]
+    verdicts = {
+        call.state: call.messages[-1].content for call in model.calls if call.agent == "debate"
+    }
+    assert all("For: It saves an hour" in text for text in verdicts.values() if "Turn 1" in text)
+    assert all("For: The toll" in text for text in verdicts.values() if "Turn 2" in text)
+
+
+def test_a_debater_keeps_the_question_and_the_last_turns():
+    model = debate.scripted()
+    model.script = {"": "x"}
+    asyncio.run(Runtime(model).run(debate.debate.under(Single()), "Why?"))
+    asked = [call.messages for call in model.calls if call.agent == "debater"]
+    assert {len(messages) for messages in asked} == {2, 4}
+    assert all(messages[0].content.startswith("You debate: Why?") for messages in asked)
+
+
+# The research.
+
+
+def test_workers_begin_with_the_planner_s_dialogue_and_a_summary_agent_shortens_it():
+    model = research.scripted()
+    value = finished(model, research.research, *research.arguments([]))
+    assert value == ("The moon pulls at the sea.", 6)
+    assert research.shown(value) == "The moon pulls at the sea.\n(6 messages)"
+    calls = {}
+    for call in model.calls:
+        calls.setdefault(call.agent, []).append(call.messages)
+    plan, *drafts, last = calls["research"]
+    said = (*plan, Message("assistant", "The moon's part\nThe sun's part"))
+    for messages, found in zip(calls["worker"], ("The moon pulls", "The sun pulls"), strict=True):
+        assert messages[:3] == said and len(messages) == 4 and found in messages[3].content
+    [[shorten]] = calls["summary"]
+    assert "assistant: moon's pulls." in shorten.content and "You answer" not in shorten.content
+    short = (
+        plan[0],
+        Message("user", "Asked how tides work; moon and sun pull the water."),
+        Message("user", "Answer the question."),
+    )
+    assert drafts == [short, short]
+    assert last[:3] == short and last[3].content == "The moon, and the sun."
 
 
 # The journey.

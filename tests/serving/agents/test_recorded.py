@@ -1,0 +1,114 @@
+"""Clocks and random numbers in agents whose states are restored by replays."""
+
+import asyncio
+import os
+import random
+import secrets
+import subprocess
+import sys
+import time
+import uuid
+from random import choice as picks
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from jaxshare.serving.agents import DivergedError, Reply, Runtime, agent, llm
+from tests.serving.agents.test_children import Each, paths_of
+
+
+class Model:
+    async def answer(self, call):
+        return Reply(str(call.state[-1]))
+
+
+class Thing:
+    def __init__(self, name):
+        self.name = name
+
+
+async def reads_all():
+    things = [Thing("a"), Thing("b"), Thing("c")]
+    found = [time.time(), monotonic(), time.perf_counter_ns()]
+    found += [await llm("one")]
+    found += [random.random(), random.randint(0, 10**9), random.gauss(0, 1)]
+    found += [secrets.token_hex(4), os.urandom(4), str(uuid.uuid4())]
+    await llm("two")
+    numbers = list(range(10))
+    random.shuffle(numbers)
+    chosen = random.choice(things)
+    chosen.name += "!"
+    found += [numbers, [one.name for one in things], [one.name for one in random.sample(things, 2)]]
+    found += [random.choices("xyz", weights=[1, 2, 3], k=5), picks([1, 2, 3])]
+    found += [np.random.default_rng().integers(10**9), np.random.default_rng(3).integers(100)]
+    found += [await llm("three")]
+    return found
+
+
+def test_a_replay_reads_what_was_read():
+    done = asyncio.run(Runtime(Model()).run(agent(restore="replay")(reads_all).under(Each(2))))
+    paths = {tuple(branches): state for branches, state in paths_of(done)}
+    assert len(paths) == 8 and not any(state.error for state in paths.values())
+    for first in (0, 1):
+        for second in (0, 1):
+            one, other = (paths[first, second, third].value for third in (0, 1))
+            # All before the last answer is the same, and that is not.
+            assert one[:-1] == other[:-1] and (one[-1], other[-1]) == ("0", "1")
+    assert paths[0, 0, 0].value[:3] == paths[1, 1, 1].value[:3]
+    # What is read after an answer is read anew on every path.
+    assert len({str(paths[first, 0, 0].value[4:10]) for first in (0, 1)}) == 2
+    for state in paths.values():
+        assert sum(name.endswith("!") for name in state.value[11]) == 1
+
+
+async def reads_in_another_order():
+    if len(ORDER) % 2:
+        time.time()
+    else:
+        random.random()
+    ORDER.append(1)
+    return await llm("one")
+
+
+ORDER = []
+
+
+def test_a_replay_that_reads_something_else_is_named():
+    made = agent(restore="replay")(reads_in_another_order).under(Each(2))
+    done = asyncio.run(Runtime(Model()).run(made))
+    [error] = [state.error for _, state in paths_of(done) if state.error]
+    assert isinstance(error, DivergedError)
+    assert "reads time.time in line" in str(error) and "its record has random.random" in str(error)
+
+
+async def reads_by_a_library():
+    # The same numbers, drawn by code of Python's own library: not recorded, as caches may skip it.
+    return subprocess.list2cmdline(["a"]), await llm("one"), time.time() > 0
+
+
+def test_what_is_not_an_agents_own_is_left_alone():
+    before = random.getstate()
+    value = random.random()
+    random.setstate(before)
+    done = asyncio.run(Runtime(Model()).run(agent(reads_by_a_library).under(Each(2))))
+    assert not any(state.error for _, state in paths_of(done))
+    random.setstate(before)
+    assert random.random() == value and abs(time.time() - time.time()) < 1
+    for function in (random.choice, random.sample):
+        with pytest.raises((ValueError, IndexError)):
+            function([], 3) if function is random.sample else function([])
+
+
+def test_a_single_path_wraps_nothing():
+    code = (
+        "import asyncio, time, random\n"
+        "from jaxshare.serving.agents import Runtime, Reply, agent, llm\n"
+        "class Model:\n"
+        "    async def answer(self, call): return Reply('1')\n"
+        "before = time.time, random.choice\n"
+        "async def reads(): return time.time(), await llm('a')\n"
+        "asyncio.run(Runtime(Model()).run(agent(restore='replay')(reads)))\n"
+        "assert (time.time, random.choice) == before\n"
+    )
+    assert not subprocess.run([sys.executable, "-c", code], check=False).returncode
