@@ -4,6 +4,7 @@ Follows section 5 of Hive.
 """
 
 from jaxshare.serving.agents.agent import Agent, agent
+from jaxshare.serving.agents.call_keys import call_key
 from jaxshare.serving.agents.compiler.program import UncopyableError
 from jaxshare.serving.agents.compiler.variables import RefusedError
 from jaxshare.serving.agents.concurrency import as_completed, first, gather, wait_for
@@ -15,9 +16,11 @@ from jaxshare.serving.agents.errors import (
     DeadlockError,
     DivergedError,
     EndedError,
+    PausedError,
     RoundsError,
 )
 from jaxshare.serving.agents.judging import Judged
+from jaxshare.serving.agents.questions import OpenQuestion, ask
 from jaxshare.serving.agents.react import react
 from jaxshare.serving.agents.requests import (
     AnswerError,
@@ -29,8 +32,9 @@ from jaxshare.serving.agents.requests import (
     llm,
     tool,
 )
+from jaxshare.serving.agents.running import run
 from jaxshare.serving.agents.runs import AgentRun, Handle, spawn
-from jaxshare.serving.agents.runtime import Runtime, run
+from jaxshare.serving.agents.runtime import Runtime
 from jaxshare.serving.agents.search import (
     BeamSearch,
     BestOfN,
@@ -62,8 +66,10 @@ __all__ = [
     "Model",
     "ModelCall",
     "MonteCarloTreeSearch",
+    "OpenQuestion",
     "Options",
     "ParseError",
+    "PausedError",
     "RefusedError",
     "Reply",
     "RoundsError",
@@ -77,6 +83,8 @@ __all__ = [
     "UncopyableError",
     "agent",
     "as_completed",
+    "ask",
+    "call_key",
     "current_dialogue",
     "first",
     "gather",

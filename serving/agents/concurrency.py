@@ -12,11 +12,11 @@ from typing import Any
 from jaxshare.argument_checks import as_float, shown
 from jaxshare.serving.agents.agent import agent
 from jaxshare.serving.agents.dialogues import check_apart
-from jaxshare.serving.agents.requests import ChildNext, ChildResult, Llm, Together, Tool
+from jaxshare.serving.agents.requests import Ask, ChildNext, ChildResult, Llm, Together, Tool
 from jaxshare.serving.agents.runs import Handle, current_firing, spawn
 from jaxshare.serving.agents.together import First
 
-Part = Llm | Tool | ChildNext | ChildResult | Handle | Together
+Part = Llm | Tool | Ask | ChildNext | ChildResult | Handle | Together
 
 
 def gather(*parts: Part, return_exceptions: bool = False) -> Together:
@@ -135,11 +135,11 @@ def _as_parts(caller: str, parts: Any) -> tuple[Any, ...]:
                 f"{caller}() has a gather() or first() among its parts; give their parts to one "
                 "call, or make an agent of it and spawn that"
             )
-        if not isinstance(part, (Llm, Tool, ChildNext, ChildResult, Together)):
+        if not isinstance(part, (Llm, Tool, Ask, ChildNext, ChildResult, Together)):
             if inspect.iscoroutine(part):
                 part.close()
             raise TypeError(
-                f"{caller}() waits for llm(), tool() and children, not for {shown(part)}; make an "
+                f"{caller}() waits for llm(), tool(), ask() and children, not for {shown(part)}; make an "
                 "agent of a coroutine and spawn it, or a tool of what needs asyncio"
             )
         found.append(part)

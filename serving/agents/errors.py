@@ -1,5 +1,7 @@
 """The errors of agents and their runs."""
 
+from typing import Any
+
 
 class AgentError(RuntimeError):
     """An impossible interaction between agents, or between a supervisor and its agent."""
@@ -19,6 +21,22 @@ class DeadlockError(AgentError):
 
 class BudgetError(AgentError):
     """The budget of an agent was used up before any of its paths had ended."""
+
+
+class PausedError(AgentError):
+    """All that can go on waits for persons; a later run goes on with their answers.
+
+    Attributes:
+      questions: those that are open, each a `jaxshare.serving.agents.questions.OpenQuestion`.
+    """
+
+    def __init__(self, questions: tuple[Any, ...]):
+        told = "; ".join(f"{one.id}: {one.text}" for one in questions)
+        super().__init__(
+            f"the run waits for answers of a person to {told}; run it again with the same journal "
+            "and answers={id: answer}"
+        )
+        self.questions = questions
 
 
 class EndedError(AgentError):

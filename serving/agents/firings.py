@@ -7,6 +7,7 @@ import types
 from collections.abc import Coroutine, Generator
 from typing import Any
 
+from jaxshare.serving.agents.call_keys import calling
 from jaxshare.serving.agents.compiler.program import Returned
 from jaxshare.serving.agents.courses import (
     Compiled,
@@ -31,7 +32,7 @@ from jaxshare.serving.agents.model_calls import (
     spend,
     spent_by_firing,
 )
-from jaxshare.serving.agents.requests import REQUESTS, CallRun, Llm, Together, Tool
+from jaxshare.serving.agents.requests import REQUESTS, Ask, CallRun, Llm, Together, Tool
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import Arrival, State
 from jaxshare.serving.agents.together import Gathered, together
@@ -91,10 +92,13 @@ async def _new_outcome(
     request = state.waiting
     if isinstance(request, Llm):
         return await call_model(runtime, run, state, request, path)
-    if isinstance(request, Tool):
-        return await call_tool(request), ()
-    if isinstance(request, CallRun):
-        return await run_call(request)
+    if isinstance(request, Ask):
+        return await runtime.desk.answer(run, state, request, path), ()
+    if isinstance(request, (Tool, CallRun)):
+        with calling(runtime.desk.session, run.id, path):
+            if isinstance(request, Tool):
+                return await call_tool(request), ()
+            return await run_call(request)
     if inspect.isawaitable(request):
         return await request, ()
     raise TypeError(f"object {type(request).__name__} can't be used in 'await' expression")

@@ -6,6 +6,14 @@
     journal = Journal.load("run.json", strict=True)
     asyncio.run(Runtime(None, journal=journal).run(agent, ...))  # same states, scores and result
 
+A run that is to go on after a kill has a journal that grows in a file:
+
+    with Journal.open("run.journal") as journal:  # again, if the run is to go on
+        asyncio.run(Runtime(model, journal=journal).run(agent, ...))
+
+Each outcome is on the disk before the agent gets it, so nothing that had answered is called again.
+Calls under way at the kill are made again; see `jaxshare.serving.agents.call_key`.
+
 An entry is the outcome of one firing of one state: the model's answer and the messages that it adds
 to the dialogue, a tool's value, or an error. Its key is the run and the path of the firing, so
 nothing depends on the order of events. An entry also has a summary of its request, so that a
@@ -13,64 +21,48 @@ changed agent does not get the outcome of another request.
 """
 
 import base64
-import builtins
 import copy
 import dataclasses
-import hashlib
 import json
-import math
 import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jaxshare.models.config_fields import first_line
-from jaxshare.paths import whole_file
+from jaxshare.paths import WriteError, whole_file
 from jaxshare.serving import checksums
-from jaxshare.serving.agents import errors, model_calls, requests
+from jaxshare.serving.agents.agent import Agent
+from jaxshare.serving.agents.call_keys import digest_of
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.identity import identity_of
+from jaxshare.serving.agents.journal_entries import (
+    CALLS,
+    Entry,
+    Key,
+    entry_of,
+    is_pickled,
+    is_written,
+    line_of,
+    made_error,
+    outcome_of_error,
+    outcome_of_value,
+    summary,
+)
+from jaxshare.serving.agents.journal_file import DamageError, is_lines, read_lines
 from jaxshare.serving.agents.model_calls import UsedUpError
-from jaxshare.serving.agents.requests import CallRun, Llm, Tool
+from jaxshare.serving.agents.questions import OpenQuestion
+from jaxshare.serving.agents.requests import Reply
+from jaxshare.serving.agents.write_ahead import Part, WriteAhead, loaded, opened
 
 _FORMAT = "jaxshare agents journal 1"
-_ERRORS: dict[str, type[Exception]] = {
-    name: kind
-    for module in (model_calls, errors, requests, builtins)
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind.__name__ == name
-}
-"""The errors that are recorded by name; others, such as SystemExit, are never raised by name."""
-
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """The errors by which a file turns out to be no journal."""
-
-Key = tuple[str, tuple[int, ...]]
-"""(id of a run, path of a firing in its tree)."""
 
 
 class ReplayError(LookupError):
     """A strict journal has no entry for this firing: it is not part of the recorded run."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """The recorded outcome of a firing.
-
-    Attributes:
-      request: summary of the request.
-      outcome: as it is saved: {"json": value}, {"pickle": base64}, {"error": ...}, {"error pickle":
-        base64} or {"used up": part of the budget}. {"here": reason} and {"error here": reason} are
-        for an `unsaved` value or error, which cannot be written to a file.
-      messages: messages added to the dialogue.
-      spent: model calls, tokens generated and tokens read.
-    """
-
-    request: str
-    outcome: dict[str, Any]
-    messages: tuple[Message, ...] = ()
-    spent: tuple[int, int, int] = (0, 0, 0)
-    unsaved: Any = None
 
 
 class Journal:
@@ -81,12 +73,15 @@ class Journal:
     Attributes:
       strict: a firing without an entry, or with the entry of another request, is a ReplayError.
       missed: the firings without an entry, if strict.
+      fail: ends the run, since nothing more can be written to the file.
     """
 
     def __init__(self, *, strict: bool = False):
         self.strict = strict
         self.missed: list[Key] = []
-        self._entries: dict[Key, _Entry] = {}
+        self._ahead = WriteAhead()
+        self.fail: Callable[[Exception], None] | None = None
+        self._entries: dict[Key, Entry] = {}
         self._pending: dict[Key, str] = {}  # summaries of requests without an outcome so far
         self._allow_pickles = True
 
@@ -96,7 +91,112 @@ class Journal:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Journal":
         return self
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Files that grow with their runs, and persons.
+
+    @classmethod
+    def open(
+        cls, file: str | os.PathLike, *, strict: bool = False, pickles: bool | None = None
+    ) -> "Journal":
+        """Opens a file that grows with its run, or makes it; a lock keeps others out until `close`.
+
+        A last line that was cut off by a kill is dropped, with a warning.
+
+        Args:
+          strict: see `Journal`.
+          pickles: unpickle values that JSON cannot hold, which can run any program; default only
+            if no other user can have written the file.
+
+        Raises:
+          InUseError: another process, or this one, has it open.
+          ValueError: it is damaged (names the line), no such journal, has pickles that may not be
+            read, or cannot be written.
+          OSError: it cannot be read.
+        """
+        journal = cls(strict=strict)
+        journal._ahead, lines = opened(file)
+        try:
+            assert journal._ahead.file is not None
+            journal._allow_pickles = journal._ahead.file.is_private if pickles is None else pickles
+            journal._take(lines, file)
+            if not journal._allow_pickles and (held := journal._first_pickle()):
+                raise ValueError(
+                    f"the journal {file} keeps the outcome of firing {list(held[1])} of {held[0]} "
+                    "as a pickle, which can run any program when it is read, and others can have "
+                    "written the file; if you trust it, open it with pickles=True"
+                )
+        except BaseException:
+            journal.close()
+            raise
+        return journal
+
+    def close(self) -> None:
+        """Ends writing to the file of `open`, and gives its lock back."""
+        if self._ahead.file is not None:
+            self._ahead.file.close()
+
+    @property
+    def id(self) -> str:
+        """The name of the run that it is of, the same in all its restarts; of no other run."""
+        return self._ahead.id
+
+    @property
+    def questions(self) -> tuple[OpenQuestion, ...]:
+        """The open questions to a person, as far as runs have come."""
+        answered = {*self._ahead.answers, *(digest_of("", *key, size=4) for key in self._entries)}
+        return tuple(one for id, one in self._ahead.questions.items() if id not in answered)
+
+    def answer(self, id: str, value: Any) -> None:
+        """Answers an open question; the next run goes on with it.
+
+        Args:
+          id: of the question.
+          value: a text as a person types it, or a value of types that JSON has.
+
+        Raises:
+          ValueError: there is no such question, or the answer does not fit it.
+          WriteError: the file cannot be written.
+        """
+        self._ahead.answer(id, value)
+
     # Methods for the runtime.
+
+    def begin(self, agent: Agent, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> None:
+        """Says what the run is of: in the file's first line, or compared with that.
+
+        Raises:
+          ValueError: the journal is of another program, version, supervisor, seed or arguments.
+        """
+        self._ahead.begin(identity_of(agent, args, kwargs, seed))
+
+    def given(self, id: str, default: Any) -> Any:
+        """A person's answer to a question."""
+        return self._ahead.answers.get(id, default)
+
+    def record_question(self, question: OpenQuestion) -> None:
+        """Records that a question is open."""
+        self._append(lambda: self._ahead.record_question(question))
+
+    def reply(self, part: Part) -> Reply | None:
+        """The recorded answer to one of the calls of a firing that needs several."""
+        return self._ahead.reply(part)
+
+    def record_reply(self, part: Part, reply: Reply) -> None:
+        """Records the answer to one of the calls of a firing that needs several."""
+        self._append(lambda: self._ahead.record_reply(part, reply))
+
+    def _append(self, append: Callable[[], None]) -> None:
+        try:
+            append()
+        except (WriteError, ValueError) as error:
+            if self.fail is not None:
+                self.fail(error)
+            raise
 
     def lookup(
         self, key: Key, request: Any = None
@@ -112,21 +212,26 @@ class Journal:
         Raises:
           ReplayError: there is no entry, and the journal is strict.
         """
-        summary, entry = _summary(request), self._entries.get(key)
-        if entry and (summary == entry.request or not summary or not entry.request):
+        if self._ahead.file is not None:
+            self._ahead.file.check()
+        asked, entry = summary(request), self._entries.get(key)
+        if entry and (asked == entry.request or not asked or not entry.request):
             return lambda: self._replay(key, entry)
-        if self.strict:
+        if self.strict or (entry and self._ahead.file is not None):
             self.missed.append(key)
             problem = (
-                f"asks for {summary}, and in the journal for {entry.request}"
+                f"asks for {asked}, and in the journal for {entry.request}"
                 if entry
                 else "is not in the journal"
             )
-            raise ReplayError(
-                f"firing {list(key[1])} of {key[0]} {problem}; the agent, its arguments or its "
-                "supervisor are not those of the run that was recorded, or that run ended first"
+            cause = (
+                "the agent, its arguments or its supervisor are not those of the run that was "
+                "recorded, or that run ended first"
+                if self._ahead.file is None
+                else "it depends on something that is not recorded: make that a tool"
             )
-        self._pending[key] = summary
+            raise ReplayError(f"firing {list(key[1])} of {key[0]} {problem}; {cause}")
+        self._pending[key] = asked
         return None
 
     def spent(self, key: Key) -> tuple[int, int, int]:
@@ -136,41 +241,55 @@ class Journal:
     def record_value(
         self, key: Key, value: Any, messages: tuple[Message, ...], spent: Sequence[int] = (0, 0, 0)
     ) -> None:
-        """Records a copy of a firing's value, which the agent may change from now on."""
-        request, (calls, written, read) = self._pending.pop(key, ""), spent
-        entry = (
-            _Entry(request, {"json": json.loads(json.dumps(value))})
-            if _is_plain(value)
-            else _pickled(request, value, "pickle")
-        )
-        self._entries[key] = dataclasses.replace(
-            entry, messages=messages, spent=(calls, written, read)
-        )
+        """Records a copy of a firing's value, which the agent may change from now on.
+
+        Raises:
+          TypeError: a tool's value cannot be written to the file of `open`.
+          WriteError: the file cannot be written.
+        """
+        entry = outcome_of_value(self._pending.pop(key, ""), value)
+        self._keep(key, entry, messages, spent)
 
     def record_error(
         self, key: Key, error: BaseException, spent: Sequence[int] = (0, 0, 0)
     ) -> None:
-        """Records the error of a firing."""
-        request, (calls, written, read) = self._pending.pop(key, ""), spent
-        named = _named(error)
-        entry = (
-            _Entry(request, {"error": named}) if named else _pickled(request, error, "error pickle")
-        )
-        self._entries[key] = dataclasses.replace(entry, spent=(calls, written, read))
+        """Records the error of a firing; raises as `record_value`."""
+        self._keep(key, outcome_of_error(self._pending.pop(key, ""), error), (), spent)
 
     def record_used_up(self, key: Key, used_up: str, spent: Sequence[int]) -> None:
         """Records that the budget was used up in a firing, between two attempts."""
-        calls, written, read = spent
-        self._entries[key] = _Entry(
-            self._pending.pop(key, ""), {"used up": used_up}, spent=(calls, written, read)
-        )
+        self._keep(key, Entry(self._pending.pop(key, ""), {"used up": used_up}), (), spent)
 
-    def _replay(self, key: Key, entry: _Entry) -> tuple[Any, tuple[Message, ...]]:
+    def _keep(
+        self, key: Key, entry: Entry, messages: tuple[Message, ...], spent: Sequence[int]
+    ) -> None:
+        calls, written, read = spent
+        entry = dataclasses.replace(entry, messages=messages, spent=(calls, written, read))
+        if self._ahead.file is None:
+            self._entries[key] = entry
+            return
+        refused = None
+        if not is_written(entry):
+            if not entry.request.startswith(CALLS):
+                return  # of a coroutine, which is awaited again when the run goes on
+            told = (
+                f"{entry.request} gave a {type(entry.unsaved).__name__}, which neither JSON nor "
+                f"pickle can hold ({next(iter(entry.outcome.values()))}), so the journal cannot keep "
+                "it; have the tool return plain data"
+            )
+            refused = TypeError(told)
+            entry = dataclasses.replace(outcome_of_error(entry.request, refused), spent=entry.spent)
+        self._append(lambda: self._ahead.append(line_of(key, entry)))
+        self._entries[key] = entry
+        if refused:
+            raise refused
+
+    def _replay(self, key: Key, entry: Entry) -> tuple[Any, tuple[Message, ...]]:
         match entry.outcome:
             case {"json": value}:
                 return copy.deepcopy(value), entry.messages
             case {"error": named}:
-                raise _error(named)
+                raise made_error(named)
             case {"used up": used_up}:
                 raise UsedUpError(used_up)
             case {"pickle": data} | {"error pickle": data}:
@@ -199,25 +318,14 @@ class Journal:
           WriteError: the file cannot be written; what was there before stays.
         """
         entries = []
-        for (run, path), entry in self._entries.items():
-            if "here" in entry.outcome or "error here" in entry.outcome:
+        for key, entry in self._entries.items():
+            if not is_written(entry):
                 raise ValueError(
-                    f"the journal cannot be saved: firing {list(path)} of {run} was given a "
+                    f"the journal cannot be saved: firing {list(key[1])} of {key[0]} was given a "
                     f"{type(entry.unsaved).__name__}, which neither JSON nor pickle can hold "
                     f"({next(iter(entry.outcome.values()))}); have the tool return plain data"
                 )
-            entries.append(
-                checksums.sealed(
-                    {
-                        "run": run,
-                        "path": path,
-                        "asked": entry.request,
-                        "said": [_written(message) for message in entry.messages],
-                        "spent": entry.spent,
-                        **entry.outcome,
-                    }
-                )
-            )
+            entries.append(checksums.sealed(line_of(key, entry)))
         with whole_file(Path(file)) as whole:
             json.dump({"format": _FORMAT, "entries": entries}, whole)
 
@@ -238,33 +346,38 @@ class Journal:
         """
         journal = cls(strict=strict)
         journal._allow_pickles = pickles
+        data = Path(file).read_bytes()
+        if is_lines(data):
+            journal._ahead, lines = loaded(read_lines(file, data)[0], file)
+            journal._take(lines, file)
+            return journal
         try:
-            data = checksums.parse(Path(file).read_text(encoding="utf-8"))
-            if data["format"] != _FORMAT:
-                raise ValueError(f"its format is {data['format']!r}, not {_FORMAT!r}")
-            for number, sealed in enumerate(data["entries"], 1):
-                entry = _unsealed(sealed, number)
-                key, request = (entry.pop("run"), tuple(entry.pop("path"))), entry.pop("asked")
-                messages = tuple(map(_read, entry.pop("said")))
-                calls, written, read = map(int, entry.pop("spent"))
-                if len(entry) != 1 or not entry.keys() <= {
-                    "json",
-                    "pickle",
-                    "error",
-                    "error pickle",
-                    "used up",
-                }:
-                    raise ValueError(f"entry {number} has {', '.join(entry) or 'nothing'}")
-                _check_outcome(entry)
-                if not isinstance(key[0], str) or not isinstance(request, str):
-                    raise ValueError(f"entry {number} has a name that is no text")
-                journal._entries[key] = _Entry(request, entry, messages, (calls, written, read))
+            whole = checksums.parse(data.decode("utf-8"))
+            if whole["format"] != _FORMAT:
+                raise ValueError(f"its format is {whole['format']!r}, not {_FORMAT!r}")
+            for number, sealed in enumerate(whole["entries"], 1):
+                key, entry = entry_of(_unsealed(sealed, number), number)
+                journal._entries[key] = entry
         except _DAMAGE as error:
             raise ValueError(
-                f"{file} is no journal of agents ({first_line(error)}); give a file that Journal.save has "
-                "written"
+                f"{file} is no journal of agents ({first_line(error)}); give a file that "
+                "Journal.save has written"
             ) from error
         return journal
+
+    def _take(self, lines: list[tuple[int, dict[str, Any]]], file: str | os.PathLike) -> None:
+        """Takes the entries in lines of a file that grows."""
+        for number, line in lines:
+            try:
+                key, entry = entry_of(line, number)
+            except _DAMAGE as error:
+                raise DamageError(
+                    f"line {number} of the journal {file} is damaged: {first_line(error)}"
+                ) from error
+            self._entries[key] = entry
+
+    def _first_pickle(self) -> Key | None:
+        return next((key for key, entry in self._entries.items() if is_pickled(entry)), None)
 
 
 def _unsealed(entry: Any, number: int) -> Any:
@@ -272,102 +385,3 @@ def _unsealed(entry: Any, number: int) -> Any:
         return checksums.unsealed(entry)
     except ValueError as error:
         raise ValueError(f"entry {number} is damaged: {error}") from error
-
-
-def _written(message: Message) -> list[Any]:
-    """A message as JSON: its role, its content, and an object of the rest if there is any."""
-    role, content, *rest = message.as_dict().items()
-    return [role[1], content[1], *([dict(rest)] if rest else [])]
-
-
-def _read(written: Any) -> Message:
-    role, content, *rest = written
-    if len(rest) > 1 or not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError("a message that is no list of a role, a content and the rest")
-    return Message.of({"role": role, "content": content, **(rest[0] if rest else {})})
-
-
-def _summary(request: Any) -> str:
-    """A request in a few words; a model request's whole content is in a digest.
-
-    Saved journals hold these words, so they must not change.
-    """
-    if isinstance(request, Llm):
-        # Journals of before have the number that an engine takes where none is given.
-        limit = 256 if (given := request.options.max_new_tokens) is None else given
-        options = dataclasses.replace(request.options, max_new_tokens=limit)
-        words = repr((request.messages, options, request.n))
-        words += request.chat.words() if request.chat else ""
-        words += repr(request.place.before) if request.place else ""
-        return (
-            f"an answer of the model ({hashlib.blake2b(words.encode(), digest_size=6).hexdigest()})"
-        )
-    if isinstance(request, CallRun):
-        call = request.calls[0]
-        words = json.dumps(call.arguments, sort_keys=True)
-        digest = hashlib.blake2b(words.encode(), digest_size=6).hexdigest()
-        return f"the call {call.id} of {call.name} ({digest})"
-    if isinstance(request, Tool):
-        return f"the tool {getattr(request.function, '__name__', type(request.function).__name__)}"
-    return "" if request is None else f"a {type(request).__name__.removeprefix('Child')}"
-
-
-def _is_plain(value: Any) -> bool:
-    """True if a value comes back from JSON exactly as it is."""
-    if value is None or type(value) in (bool, int, str):
-        return True
-    if type(value) is float:
-        return math.isfinite(value)
-    if type(value) is list:
-        return all(map(_is_plain, value))
-    return (
-        type(value) is dict
-        and all(type(key) is str for key in value)
-        and all(map(_is_plain, value.values()))
-    )
-
-
-def _pickled(request: str, value: Any, form: str) -> _Entry:
-    """An entry with a pickled value, or with the value itself if it cannot be pickled."""
-    try:
-        data = pickle.dumps(value)
-        pickle.loads(data)  # some objects can be pickled and not unpickled
-    except Exception as error:
-        return _Entry(request, {form.replace("pickle", "here"): str(error)}, unsaved=value)
-    return _Entry(request, {form: base64.b64encode(data).decode()})
-
-
-def _named(error: BaseException) -> dict[str, Any] | None:
-    """One of `_ERRORS`, with plain arguments, as JSON; None for others."""
-    kind = type(error)
-    if _ERRORS.get(kind.__name__) is not kind:
-        return None
-    more = {name: value for name, value in vars(error).items() if name != "__notes__"}
-    args = [*error.args]
-    return (
-        {"kind": kind.__name__, "args": args, "more": more}
-        if _is_plain(args) and _is_plain(more)
-        else None
-    )
-
-
-def _error(named: dict[str, Any]) -> Exception:
-    kind = _ERRORS[named["kind"]]
-    error = kind.__new__(kind, *named["args"])
-    error.args = tuple(named["args"])
-    vars(error).update(named["more"])
-    return error
-
-
-def _check_outcome(outcome: dict[str, Any]) -> None:
-    """Raises ValueError, KeyError or TypeError for an outcome that `Journal.save` cannot have
-    written, so that it is not met in the midst of a replay."""
-    [(form, value)] = outcome.items()
-    if form == "error":
-        if value.keys() != {"kind", "args", "more"} or value["kind"] not in _ERRORS:
-            raise ValueError(f"an entry has an error that no journal names: {str(value)[:60]}")
-        _error(value)
-    elif form in ("pickle", "error pickle"):
-        base64.b64decode(value, validate=True)
-    elif form == "used up" and not isinstance(value, str):
-        raise ValueError(f"an entry has used up {str(value)[:60]}")

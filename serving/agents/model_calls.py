@@ -104,12 +104,7 @@ async def _answer(
             chat.grammar,
         )
         try:
-            if runtime.call_slots is None and request.timeout is None:
-                reply = await answered(runtime.model, call, runtime.on_token)
-            else:
-                async with runtime.call_slots or contextlib.nullcontext():
-                    asked = answered(runtime.model, call, runtime.on_token)
-                    reply = await _within(request.timeout, asked)
+            reply = await _reply(runtime, request, call, (run.id, path, number, attempt))
         except Exception as error:
             if attempt < request.retries:
                 continue
@@ -119,11 +114,6 @@ async def _answer(
                     request.timeout,
                 ) from None
             raise
-        if not isinstance(reply, Reply):
-            raise TypeError(
-                f"the model's answer has to be a Reply, but {type(runtime.model).__name__} gave "
-                f"{reply!r}"
-            )
         spend(run, 0, reply.new_tokens, reply.prompt_tokens)
         text = reply.text
         try:
@@ -132,6 +122,29 @@ async def _answer(
             reason = str(error)
     error_type = ParseError if chat.returns is None else AnswerError
     raise error_type(run.agent.name, request.retries + 1, text, reason)
+
+
+async def _reply(
+    runtime: Host, request: Llm, call: ModelCall, part: tuple[str, tuple[int, ...], int, int]
+) -> Reply:
+    """The model's answer to one call.
+
+    If the firing needs several answers, a journal has this one before the others have come.
+    """
+    journal = runtime.journal if request.n is not None or request.retries else None
+    if journal is not None and (known := journal.reply(part)):
+        return known
+    async with runtime.call_slots or contextlib.nullcontext():
+        asked = answered(runtime.model, call, runtime.on_token)
+        reply = await _within(request.timeout, asked)
+    if not isinstance(reply, Reply):
+        raise TypeError(
+            f"the model's answer has to be a Reply, but {type(runtime.model).__name__} gave "
+            f"{reply!r}"
+        )
+    if journal is not None:
+        journal.record_reply(part, reply)
+    return reply
 
 
 _PLAIN = Chat()
@@ -233,7 +246,7 @@ async def _tool_value(request: Tool) -> Any:
                 type(function).__call__
             ):
                 return await _within(request.timeout, function(*args, **kwargs))
-            found = _in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs))
+            found = in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs))
             return await _within(request.timeout, _whole(found))
         except Exception as error:
             if attempt < request.retries:
@@ -263,9 +276,9 @@ def _timeout_error(failure: str, timeout: float) -> TimeoutError:
     return TimeoutError(f"{failure} within {timeout} second{'s' * (timeout != 1)}")
 
 
-def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
+def in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
     """Runs a function in a daemon thread, which lets the program end even if the function hangs."""
-    loop = asyncio.get_running_loop()
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
     future: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
@@ -274,7 +287,7 @@ def _in_thread(function: Callable[[], Any]) -> Awaitable[Any]:
 
     def target() -> None:
         try:
-            outcome: tuple[Any, BaseException | None] = function(), None
+            outcome: tuple[Any, BaseException | None] = context.run(function), None
         except BaseException as error:
             # A future cannot hold a StopIteration.
             outcome = (

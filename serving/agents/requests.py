@@ -155,6 +155,19 @@ class Tool(_AgentOnly):
 
 
 @dataclasses.dataclass(slots=True)
+class Ask(_AgentOnly):
+    """A request for a person's answer; see `jaxshare.serving.agents.ask`."""
+
+    question: str
+    options: tuple[str, ...]
+    returns: Returns | None
+
+    def made(self, value: Any) -> Any:
+        """The value that an agent gets, from the one that a journal has."""
+        return value if self.returns is None else self.returns.made(value)
+
+
+@dataclasses.dataclass(slots=True)
 class ChildNext(_AgentOnly):
     """A request for the value that a child yields next; `child` is its `Handle`."""
 
@@ -180,7 +193,7 @@ class Together(_AgentOnly):
       timeout: seconds for all parts together.
     """
 
-    parts: "tuple[Llm | Tool | ChildNext | ChildResult | Together, ...]"
+    parts: "tuple[Llm | Tool | Ask | ChildNext | ChildResult | Together, ...]"
     mode: Literal["all", "first", "one"]
     return_exceptions: bool = False
     timeout: float | None = None

@@ -13,9 +13,10 @@ import asyncio
 import contextvars
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from jaxshare.deprecated import renamed
 from jaxshare.serving.agents import forks
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.channels import Channel, Children, was_cancelled
@@ -33,6 +34,7 @@ from jaxshare.serving.agents.messages import (
     resume,
 )
 from jaxshare.serving.agents.model_calls import UsedUpError
+from jaxshare.serving.agents.questions import Desk, Person
 from jaxshare.serving.agents.requests import Model, Yielded
 from jaxshare.serving.agents.runs import (
     AgentRun,
@@ -64,6 +66,7 @@ class Runtime(Streamed):
       journal: replays a run, or records one; see `jaxshare.serving.agents.journal`.
       watchdog: seconds that an agent's code may run between two waits before a warning names the
         line; after ten times as long it is ended by an AgentError. None for neither.
+      ask, answers: answer `ask`: a function of an OpenQuestion, and answers by the ids of questions.
       on_token: is called with every piece of every answer as it comes, an `AnswerPiece`.
     """
 
@@ -77,6 +80,8 @@ class Runtime(Streamed):
         most_calls: int | None = None,
         journal: Any = None,
         watchdog: float | None = 10.0,
+        ask: Person | None = None,
+        answers: Mapping[str, Any] | None = None,
         on_token: OnToken | None = None,
     ):
         self.model, self.seed, self.journal, self.on_token = model, seed, journal, on_token
@@ -85,6 +90,7 @@ class Runtime(Streamed):
         self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
         # Firings: (run, the fired state, the state that it will become).
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
+        self.desk = Desk(ask, answers, journal, self._check_deadlock, self._fail)
         self._tasks, self._parked = set[asyncio.Task[None]](), list[tuple[AgentRun, State]]()
         self._draining, self._start_time = False, time.perf_counter()
         self._finished: asyncio.Future[None] | None = None
@@ -98,6 +104,7 @@ class Runtime(Streamed):
 
         Raises the agent's own error, with notes on the agents that led to it; and
           DeadlockError: all agents wait for each other.
+          PausedError: it waits for answers of a person.
           BudgetError: its budget was used up before any path had ended.
           AgentError: its supervisor never fires a state, or agents interact in an impossible way.
         """
@@ -107,6 +114,7 @@ class Runtime(Streamed):
             raise RuntimeError("a runtime runs one agent, and what that spawns; make another")
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._finished = self._loop.create_future()
+        self.desk.begin(agent, args, kwargs, self.seed)
         self.watchdog.start()
         run = self._start(agent, args, kwargs, None, agent.name, 0)
         try:
@@ -422,29 +430,15 @@ class Runtime(Streamed):
 
     def _check_deadlock(self) -> None:
         """Ends all runs if none of them can go on."""
-        if self._draining or len(self._tasks) > len(self._parked) or self.runs[0].done:
+        if self._draining or self.runs[0].done or not self.desk.all_idle(self._tasks):
             return
         waiting = [run for run in self.runs if not run.done]
         if stopped := next((run for run in waiting if run.used_up), None):
             self._stop_from_outside(stopped, str(stopped.used_up))
+        elif self.desk.open:
+            self.end(waiting[0], error=self.desk.pause())
         elif not any(run.timer for run in waiting):
             self.end(waiting[0], error=DeadlockError(deadlock_message(waiting, self._parked)))
 
 
-def run(agent: Agent, /, *args: Any, model: Model, seed: int = 0, **kwargs: Any) -> Any:
-    """Runs an agent to its end and returns its value; see `Runtime` and `Runtime.run`."""
-
-    async def whole_run() -> AgentRun:
-        return await Runtime(model, seed=seed).run(agent, *args, **kwargs)
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        accepted = asyncio.run(whole_run()).accepted
-    else:
-        raise RuntimeError(
-            "run() begins an event loop, and here one is running, as in a notebook: (await "
-            "Runtime(model).run(agent, ...)).accepted.value is the same there"
-        )
-    assert accepted
-    return accepted.value
+__getattr__ = renamed(__name__, {"run": "jaxshare.serving.agents.running.run"})

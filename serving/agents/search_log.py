@@ -22,6 +22,7 @@ from jaxshare.models.config_fields import first_line
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
 from jaxshare.serving.agents.requests import (
+    Ask,
     CallRun,
     ChildNext,
     ChildResult,
@@ -63,7 +64,7 @@ class LoggedState:
       fate: "accepted", on the path to the answer or the answer itself; "kept", it was continued;
         "pruned", it was not, or is an end that was not chosen; "failed", it raised an error;
         "waiting", a value from another agent was missing.
-      waits_for: "llm", "tool", "next", "result", "yield", "several" or "await"; "begin" before the first wait,
+      waits_for: "llm", "tool", "ask", "next", "result", "yield", "several" or "await"; "begin" before the first wait,
         "end" after the last.
       line: the line in which it waits.
       score: the score given by the supervisor's value function, or None.
@@ -238,7 +239,7 @@ def _waits_for(state: State) -> str:
         return "begin"
     if isinstance(state.waiting, Together):
         return "llm" if state.asks_model else "several"
-    kinds = {Llm: "llm", Tool: "tool", CallRun: "tool"}
+    kinds = {Llm: "llm", Tool: "tool", CallRun: "tool", Ask: "ask"}
     kinds |= {ChildNext: "next", ChildResult: "result", Yielded: "yield"}
     return next((name for kind, name in kinds.items() if isinstance(state.waiting, kind)), "await")
 

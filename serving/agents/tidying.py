@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from typing import Any
 
 from jaxshare.serving.agents.courses import Course, Reached
 from jaxshare.serving.agents.errors import EndedError
-from jaxshare.serving.agents.model_calls import call_tool
+from jaxshare.serving.agents.firings import answered
 from jaxshare.serving.agents.requests import REQUESTS, Tool
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
+from jaxshare.serving.agents.states import State
 
+_LAST = -(2**31)
+"""The last step of the path of what a state awaits first at its end, below the parts of any wait."""
 SECONDS = 10.0
 """Limit of what a path awaits at its end."""
 
@@ -23,13 +27,13 @@ def tidy(runtime: Host, run: AgentRun) -> None:
         course, state.course = state.course, None
         if course is None:
             continue
-        if state.waiting is None:
+        if state.waiting is None or runtime.desk.is_paused:  # a pause is not the end of a path
             _close(course)
             continue
         now = Firing(runtime, run, (*state.path, -1), dialogue=state.own_dialogue)
         reached = _went(course, now, None, asyncio.CancelledError())
         if reached is not None:
-            runtime.keep_task(_tidied(course, now, reached))
+            runtime.keep_task(_tidied(course, now, reached, state))
 
 
 def _went(course: Course, now: Firing, value: Any, error: BaseException | None) -> Reached | None:
@@ -43,18 +47,19 @@ def _went(course: Course, now: Firing, value: Any, error: BaseException | None) 
     return reached if isinstance(reached, Reached) else None
 
 
-async def _tidied(course: Course, now: Firing, reached: Reached | None) -> None:
+async def _tidied(course: Course, now: Firing, reached: Reached | None, state: State) -> None:
+    number = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SECONDS):
             while reached is not None:
                 value, error = None, None
                 try:
-                    value = await _outcome(reached.request)
+                    value = await _outcome(now, reached.request, state, number)
                 except asyncio.CancelledError:
                     raise
                 except Exception as raised:
                     error = raised
-                reached = _went(course, now, value, error)
+                reached, number = _went(course, now, value, error), number + 1
             return
     _close(course)
 
@@ -64,9 +69,11 @@ def _close(course: Course) -> None:
         course.context.run(course.code.close)
 
 
-async def _outcome(request: Any) -> Any:
+async def _outcome(now: Firing, request: Any, state: State, number: int) -> Any:
     if isinstance(request, Tool):
-        return await call_tool(request)
+        at = dataclasses.replace(state, waiting=request)
+        path = (*state.path, _LAST - number)
+        return (await answered(now.runtime, now.run, at, path))[0]
     if isinstance(request, REQUESTS):
         raise EndedError(
             "an agent that is being ended can await tools and what is for asyncio alone"

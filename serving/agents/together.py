@@ -122,6 +122,15 @@ class _JointWait:
     async def _found(self, request: Together, futures: dict[int, asyncio.Future[Any]]) -> list[int]:
         """The parts that decide: all, the first one, or the one whose error is raised."""
         open_ = dict(futures)
+        if request.timeout is None:
+            with self.runtime.desk.waiting(open_):
+                return await self._found_among(request, open_) or list(futures)
+        return await self._found_among(request, open_) or list(futures)
+
+    async def _found_among(
+        self, request: Together, open_: dict[int, asyncio.Future[Any]]
+    ) -> list[int]:
+        """The one part that decides; none if all do. `open_` has those under way meanwhile."""
         while open_:
             if not any(future.done() for future in open_.values()):
                 if request.timeout is None and not any(
@@ -134,7 +143,8 @@ class _JointWait:
                 failed = future.cancelled() or future.exception() is not None
                 if request.mode == "first" or (failed and not request.return_exceptions):
                     return [index]
-        return list(futures)
+            self.runtime.desk.look()
+        return []
 
     async def _end(self, futures: dict[int, asyncio.Future[Any]], found: list[int]) -> None:
         """Ends what is under way, and gives back what children have yielded for nothing."""

@@ -11,7 +11,7 @@ from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import Continuing, said_in
 from jaxshare.serving.agents.errors import RoundsError
 from jaxshare.serving.agents.model_calls import call_tool
-from jaxshare.serving.agents.requests import CallRun, Llm, Tool
+from jaxshare.serving.agents.requests import Ask, CallRun, Llm, Tool
 from jaxshare.serving.agents.result_sizes import check_text
 from jaxshare.serving.agents.runs import AgentRun
 from jaxshare.serving.chat.tools import as_text, bound, failure
@@ -44,6 +44,7 @@ def is_final(request: Any) -> bool:
     """Returns True for a request whose outcome is what the agent gets."""
     return not (
         isinstance(request, CallRun)
+        or (isinstance(request, Ask) and bool(request.returns))
         or (isinstance(request, Llm) and not (request.chat is request.place is None))
     )
 
@@ -64,6 +65,8 @@ def settled(
     if is_final(request):
         return value, messages
     asked = request.llm if isinstance(request, CallRun) else request
+    if not isinstance(asked, Llm):
+        return follow(run, asked, value, messages), messages
     if isinstance(request, CallRun) or asked.chat is not None:
         value = follow(run, request, value, messages)
     if asked.place is None:
@@ -73,7 +76,9 @@ def settled(
     return Continuing(value, [said_in(asked, value, messages)]), ()
 
 
-def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Message, ...]) -> Any:
+def follow(
+    run: AgentRun, request: Llm | CallRun | Ask, value: Any, messages: tuple[Message, ...]
+) -> Any:
     """Returns what the agent gets for an outcome, or a `Follow`.
 
     Args:
@@ -85,6 +90,8 @@ def follow(run: AgentRun, request: Llm | CallRun, value: Any, messages: tuple[Me
       RoundsError: the model calls tools, and may not any more.
       ValueError: a type refuses the value that a journal has.
     """
+    if isinstance(request, Ask):
+        return request.made(value)
     if isinstance(request, CallRun):
         rest, asked = request.calls[1:], _later(request.llm, messages)
         return Follow(CallRun(asked, rest) if rest else asked)

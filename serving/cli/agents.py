@@ -34,14 +34,19 @@ from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.compiler.frames import FRAME
 from jaxshare.serving.agents.endpoint import OpenAIModel
+from jaxshare.serving.agents.errors import PausedError
+from jaxshare.serving.agents.journal import Journal
+from jaxshare.serving.agents.questions import OpenQuestion
 from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
-from jaxshare.serving.cli import agent_models, arguments
+from jaxshare.serving.cli import agent_models, agents_options, arguments
 from jaxshare.serving.locks import OutputLock
 
 _MAX_TREES = 16
 """Search trees that are drawn, at most."""
+_WAITS = 3
+"""The exit code of a run that waits for persons."""
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -79,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument(
         "--plots", metavar="DIR", help="draw the search trees and a timeline into this folder"
     )
+    agents_options.add_journal(run_parser)
+    agents_options.add_engine(run_parser)
     arguments.add_json(run_parser)
 
 
@@ -86,14 +93,15 @@ def run(options: argparse.Namespace) -> int:
     """Runs `jaxshare agents run`; options.args are the words after `--`.
 
     Returns:
-      0, or 1 where the agent raises: its error is on stderr, with its place in the file, and its
-      traceback with --debug.
+      0; 1 where the agent raises: its error is on stderr, with its place in the file, and its
+      traceback with --debug; 3 where the run waits for answers of a person.
 
     Raises:
       ValueError: a file that cannot be loaded or has no agent, no scripted model for --model
         scripted, or output that cannot be written.
       FileNotFoundError: no such file, or no such model.
     """
+    engine = agents_options.check(options)
     check_file("--trace", options.trace)
     if options.plots is not None:
         check_folder("--plots", options.plots)
@@ -103,23 +111,36 @@ def run(options: argparse.Namespace) -> int:
             locks.enter_context(OutputLock.of_file(options.trace, "give another --trace"))
         if options.plots is not None:
             locks.enter_context(OutputLock.of_folder(options.plots, "give another --plots"))
-        return _run(options)
+        journal = locks.enter_context(agents_options.opened(options))
+        return _run(options, engine, journal)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, engine: dict[str, Any], journal: Journal | None) -> int:
     """Runs the agent with its outputs locked."""
     module = _load(options.file)
     args = _arguments(module, options)
-    model, name = _model(module, options)
+    if journal is not None:
+        journal.begin(module.AGENT, tuple(args), {}, options.seed)
+    model, name = _model(module, options, engine)
     out = sys.stderr if options.json else sys.stdout
     print(f"model: {name}", file=out, flush=True)
+    person = agents_options.Terminal() if sys.stdin is not None and sys.stdin.isatty() else None
     writer = agent_models.PieceWriter(options.json)
-    on_token = writer.write if options.stream else None
-    runtime = Runtime(model, seed=options.seed, on_token=on_token)
+    runtime = Runtime(
+        model,
+        seed=options.seed,
+        most_calls=options.max_concurrency,
+        journal=journal,
+        ask=person,
+        on_token=writer.write if options.stream else None,
+    )
     agent_run: AgentRun | None = None
     error: Exception | None = None
+    questions: tuple[OpenQuestion, ...] = ()
     try:
         agent_run = asyncio.run(runtime.run(module.AGENT, *args))
+    except PausedError as paused:
+        questions = paused.questions
     except Exception as raised:
         error = raised
     writer.end()
@@ -138,14 +159,18 @@ def _run(options: argparse.Namespace) -> int:
         "value": _plain(value),
         "error": None if error is None else _describe(error),
         "where": None if place is None else dataclasses.asdict(place),
+        "questions": [dataclasses.asdict(question) for question in questions],
         **_costs(runtime, model),
         "written": written,
     }
-    _print_outcome(report, value, error, place, module, options)
+    if questions and not options.json:
+        print(agents_options.how_to_answer(questions, options.journal))
+    else:
+        _print_outcome(report, value, error, place, module, options)
     print(_summary(report), file=out)
     if write_error:
         raise write_error
-    return 0 if error is None else 1
+    return _WAITS if questions else int(error is not None)
 
 
 def _costs(runtime: Runtime, model: Model) -> dict[str, Any]:
@@ -234,7 +259,9 @@ def _arguments(module: types.ModuleType, options: argparse.Namespace) -> Sequenc
     return args
 
 
-def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model, str]:
+def _model(
+    module: types.ModuleType, options: argparse.Namespace, engine: dict[str, Any]
+) -> tuple[Model, str]:
     """The model to run with, and its name for the report."""
     if options.endpoint is not None:
         return agent_models.endpoint_model(options)
@@ -247,12 +274,14 @@ def _model(module: types.ModuleType, options: argparse.Namespace) -> tuple[Model
                 f"{options.file} brings no scripted model; give --model embedded, a folder or a "
                 "hub id"
             )
+        agents_options.refuse_engine(options)
         model = _call(module, "scripted", options)
         return (
             model,
             "scripted, a dictionary of answers that comes with the file; no language model runs",
         )
-    model = EngineModel(models.load(name, dtype=options.dtype))
+    loaded = models.load(name, dtype=options.dtype)
+    model = EngineModel(loaded, resample=agents_options.resample_of(options), **engine)
     if name == "embedded":
         name = "embedded, the small model that comes with jaxshare"
     return model, name

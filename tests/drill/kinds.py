@@ -19,6 +19,7 @@ from jaxshare import Sampler
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.safetensors_io import stored_tensors
 from jaxshare.serving import checksums, jsonl
+from jaxshare.serving.agents import agent
 from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.agents.requests import Message
 from jaxshare.serving.agents.search_log import LoggedRun, LoggedState, SearchLog
@@ -58,9 +59,9 @@ def quietly() -> Iterator[None]:
         yield
 
 
-def random_journal(rng: random.Random) -> Journal:
+def random_journal(rng: random.Random, journal: Journal | None = None) -> Journal:
     """A journal with values, errors and pickles."""
-    journal = Journal()
+    journal = journal or Journal()
     for number in range(rng.randrange(3, 8)):
         key = f"{words(rng, 8)}{number}", tuple(rng.randrange(4) for _ in range(rng.randrange(4)))
         spent = [rng.randrange(9) for _ in range(3)]
@@ -118,6 +119,26 @@ def _journal(folder: Path, rng: random.Random) -> list[Readable]:
     def read() -> Any:
         entries = Journal.load(file)._entries
         return [(key, dataclasses.asdict(entry)) for key, entry in entries.items()]
+
+    return [Readable(file, read, 16, least=31)]
+
+
+@agent
+async def nothing() -> None:
+    """An agent of which a journal is."""
+
+
+def _growing_journal(folder: Path, rng: random.Random) -> list[Readable]:
+    """A journal that grows in a file: what is lost at its end is asked for again."""
+    file = folder / "growing"
+    with Journal.open(file) as journal:
+        journal.begin(nothing, (), {}, 0)
+        random_journal(rng, journal)
+        entries = dict(journal._entries)
+
+    def read() -> bool:
+        with Journal.open(file, pickles=True) as journal:
+            return all(entries[key] == entry for key, entry in journal._entries.items())
 
     return [Readable(file, read, 16, least=31)]
 
@@ -328,6 +349,7 @@ def _save_engine(folder: Path) -> None:
 
 QUICK: dict[str, Kind] = {
     "journal": _journal,
+    "growing journal": _growing_journal,
     "search log": lambda folder, rng: _saved(folder, "log.json", random_log(rng), 31),
     "snapshot": lambda folder, rng: _saved(folder, "value.json", random_snapshot(rng), 31),
     "trace": _trace,

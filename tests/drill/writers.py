@@ -11,6 +11,7 @@ from unittest import mock
 
 from jaxshare.paths import write_json
 from jaxshare.serving import jsonl
+from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.cli.evaluation import evaluate, plan
 from jaxshare.serving.cli.evaluation import judge as judge_command
 from jaxshare.serving.evaluation import plot
@@ -19,7 +20,7 @@ from jaxshare.serving.evaluation.judge import Grading
 from tests.core.trace.test_trace import random_session
 from tests.drill import server_writers
 from tests.drill.disk_faults import Writer
-from tests.drill.kinds import quietly, random_journal, random_log, random_snapshot, words
+from tests.drill.kinds import nothing, quietly, random_journal, random_log, random_snapshot, words
 from tests.serving.cli.test_batch import LINES, job_in
 from tests.serving.evaluation.test_evaluate import Letters, evaluation_in
 
@@ -173,6 +174,35 @@ def _gradings(folder: Path, rng: random.Random) -> Writer:
     return Writer(graded, before, act, after)
 
 
+def growing_journal(folder: Path, rng: random.Random) -> Writer:
+    """Entries of a journal that grows in a file; none that was recorded is lost."""
+    file, written = folder / "journal", []
+    entries = random_journal(rng)._entries
+
+    def before() -> None:
+        file.unlink(missing_ok=True)
+        written.clear()
+
+    def act() -> None:
+        with Journal.open(file) as journal:
+            journal.begin(nothing, (), {}, 0)
+            for key, entry in entries.items():
+                if key not in journal._entries:
+                    journal._keep(key, entry, entry.messages, entry.spent)
+                    written.append(key)
+
+    def found() -> Any:
+        with Journal.open(file, pickles=True) as journal:
+            return dict(journal._entries)
+
+    def after(done: bool) -> None:
+        assert {*written} <= found().keys(), "one is lost"
+        act()
+        assert found() == entries
+
+    return Writer(folder, before, act, after)
+
+
 WHOLE_FILES: dict[str, Make] = {
     "journal": _of(random_journal),
     "search log": _of(random_log),
@@ -188,6 +218,7 @@ JOBS: dict[str, Make] = {
     "batch job that goes on": lambda folder, rng: batch_job(folder, rng, rng.randrange(2, 8)),
     "evaluation": evaluation,
     "gradings": _gradings,
+    "growing journal": growing_journal,
     "batch over HTTP": server_writers.batch_over_http,
     "upload": server_writers.upload,
 }

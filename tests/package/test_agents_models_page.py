@@ -20,7 +20,7 @@ def test_the_example_prints_what_the_page_says(tmp_path):
     file, out = tmp_path / "example.py", io.StringIO()
     file.write_text(program, encoding="utf-8")  # agents are compiled from their source
     with contextlib.redirect_stdout(out):
-        exec(compile(program, str(file), "exec"), {})
+        exec(compile(program, str(file), "exec"), {"__name__": "example"})
     assert out.getvalue() == printed
 
 

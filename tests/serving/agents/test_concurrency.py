@@ -338,7 +338,11 @@ def test_a_journal_has_each_part_and_which_came_first(tmp_path):
 @pytest.mark.parametrize(
     ("make", "kind", "words"),
     [
-        (lambda: gather(slept(0, 1)), TypeError, r"gather\(\) waits for llm\(\), tool\(\) and"),
+        (
+            lambda: gather(slept(0, 1)),
+            TypeError,
+            r"gather\(\) waits for llm\(\), tool\(\), ask\(\) and",
+        ),
         (lambda: first(), ValueError, "give at least one"),
         (lambda: first(3), TypeError, r"first\(\) waits for .*, not for 3"),
         (lambda: gather(gather(llm("a"))), TypeError, "give their parts to one call"),
