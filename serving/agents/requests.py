@@ -350,13 +350,9 @@ def tool(
     _check_effort(retries, timeout)
     while isinstance(function, functools.partial | FunctionTool):
         if isinstance(function, FunctionTool):
-            function = function.runnable()
-            continue
-        function, args, kwargs = (
-            function.func,
-            (*function.args, *args),
-            {**function.keywords, **kwargs},
-        )
+            function = functools.partial(function.runnable())
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
     most_bytes = as_integer("most_bytes", most_bytes, 1)
     return Tool(function, args, kwargs, timeout, retries, most_bytes)
 
