@@ -9,9 +9,19 @@ from jaxshare import FinishReason, Sampler
 from jaxshare.argument_checks import as_float
 from jaxshare.models import LoadedModel
 from jaxshare.serving.agents.requests import Model, ModelCall, Reply
-from jaxshare.serving.chat import ChatFormat, chat_format, parse_answer
+from jaxshare.serving.agents.streaming import Tell
+from jaxshare.serving.chat import (
+    AnswerStream,
+    ChatEvent,
+    ChatFormat,
+    ContentDelta,
+    ThinkingDelta,
+    chat_format,
+    parse_answer,
+)
 from jaxshare.serving.chat.formats import as_format
 from jaxshare.serving.engine import Engine
+from jaxshare.serving.engine.stream import Stream
 from jaxshare.serving.inputs import default_sampler, encode_messages
 from jaxshare.serving.words import encode_marked, mark
 
@@ -88,6 +98,13 @@ class EngineModel:
             the context or the memory, tools without a template, or sampling options out of range.
           EngineError: the engine's queue is full, or the model's logits are not numbers.
         """
+        return await self._answer(call, None)
+
+    async def stream(self, call: ModelCall, tell: Tell) -> Reply:
+        """Answers one call in pieces; see `StreamingModel`. Errors as of `answer`."""
+        return await self._answer(call, tell)
+
+    async def _answer(self, call: ModelCall, tell: Tell | None) -> Reply:
         names = ("temperature", "top_k", "top_p", "min_p")
         given = {
             name: value for name in names if (value := getattr(call.options, name)) is not None
@@ -117,6 +134,8 @@ class EngineModel:
             next_seed=call.next_seed,
         )
         try:
+            if tell is not None:
+                await _tell_pieces(stream, form, call, tell)
             done = await stream
         finally:
             stream.cancel()  # no effect on a finished answer
@@ -125,6 +144,32 @@ class EngineModel:
         if form is None:
             return Reply(done.text.strip(), *counts, is_cut=is_cut)
         return _reply(done.text, form, call, counts, is_cut)
+
+
+async def _tell_pieces(
+    stream: Stream, form: ChatFormat | None, call: ModelCall, tell: Tell
+) -> None:
+    """Tells the pieces of an answer that together are the texts of its `_reply`."""
+    if form is None:
+        held = ""  # whitespace that may be at the begin or the end
+        started = False
+        async for chunk in stream:
+            text = held + chunk.text
+            text = text if started else text.lstrip()
+            shown = text.rstrip()
+            held, started = text[len(shown) :], started or bool(shown)
+            tell(shown, False)
+        return
+    reader = AnswerStream(form, tools=call.tools)
+    async for chunk in stream:
+        _tell_events(reader.feed(chunk.text), tell)
+    _tell_events(reader.finish(), tell)
+
+
+def _tell_events(events: Sequence[ChatEvent], tell: Tell) -> None:
+    for event in events:
+        if isinstance(event, ContentDelta | ThinkingDelta):
+            tell(event.text, isinstance(event, ThinkingDelta))
 
 
 _END_OF_PROMPT = 16

@@ -27,8 +27,10 @@ from jaxshare.serving.agents.requests import (
     Reply,
     Tool,
 )
+from jaxshare.serving.agents.result_sizes import check_value
 from jaxshare.serving.agents.runs import AgentRun, Host
 from jaxshare.serving.agents.states import State
+from jaxshare.serving.agents.streaming import answered
 
 
 class UsedUpError(Exception):
@@ -134,11 +136,9 @@ async def _reply(
     journal = runtime.journal if request.n is not None or request.retries else None
     if journal is not None and (known := journal.reply(part)):
         return known
-    if runtime.call_slots is None:
-        reply = await _within(request.timeout, runtime.model.answer(call))
-    else:
-        async with runtime.call_slots:
-            reply = await _within(request.timeout, runtime.model.answer(call))
+    async with runtime.call_slots or contextlib.nullcontext():
+        asked = answered(runtime.model, call, runtime.on_token)
+        reply = await _within(request.timeout, asked)
     if not isinstance(reply, Reply):
         raise TypeError(
             f"the model's answer has to be a Reply, but {type(runtime.model).__name__} gave "
@@ -259,7 +259,22 @@ def _next_firing(path: tuple[int, ...]) -> tuple[int, ...]:
 
 
 async def call_tool(request: Tool) -> Any:
-    """The value that a tool returns; raises the error of its last attempt."""
+    """The value that a tool returns; raises the error of its last attempt.
+
+    Raises:
+      ResultError: the value is too large, which further attempts would not change.
+    """
+    value = await _tool_value(request)
+    check_value(_name_of(request.function), value, request.most_bytes)
+    return value
+
+
+def _name_of(function: Any) -> str:
+    """The name of a tool, for errors."""
+    return getattr(function, "__name__", repr(function))
+
+
+async def _tool_value(request: Tool) -> Any:
     function, arguments = request.function, (request.args, request.kwargs)
     immutable = ATOMS.issuperset(map(type, (*request.args, *request.kwargs.values())))
     for attempt in itertools.count():
@@ -269,16 +284,14 @@ async def call_tool(request: Tool) -> Any:
                 type(function).__call__
             ):
                 return await _within(request.timeout, function(*args, **kwargs))
-            return await _within(
-                request.timeout,
-                in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs)),
-            )
+            found = in_thread(lambda args=args, kwargs=kwargs: function(*args, **kwargs))
+            return await _within(request.timeout, _whole(found))
         except Exception as error:
             if attempt < request.retries:
                 continue
             if isinstance(error, TimeoutError) and not str(error) and request.timeout is not None:
                 raise _timeout_error(
-                    f"the tool {getattr(function, '__name__', repr(function))} has not ended",
+                    f"the tool {_name_of(function)} has not ended",
                     request.timeout,
                 ) from None
             raise
@@ -289,6 +302,12 @@ async def _within[T](timeout: float | None, awaitable: Awaitable[T]) -> T:
         return await awaitable
     async with asyncio.timeout(timeout):
         return await awaitable
+
+
+async def _whole(found: Awaitable[Any]) -> Any:
+    """The value of a function that may give a coroutine, as one around an async function does."""
+    value = await found
+    return await value if inspect.iscoroutine(value) else value
 
 
 def _timeout_error(failure: str, timeout: float) -> TimeoutError:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxshare.serving.agents.agent import agent
 from jaxshare.serving.agents.errors import AgentError
 from jaxshare.serving.agents.requests import llm, tool
-from jaxshare.serving.chat.tools import failure
+from jaxshare.serving.chat.tools import FunctionTool, failure
 
 _FORMAT = """\
 Answer the task below. You can use tools, one at a time. Each time you write, write a line with \
@@ -53,7 +53,8 @@ async def react(task, tools, steps=8, retries=2, timeout=None):
     Args:
       task: the task, as text.
       tools: functions by name, async ones too. The model sees their signatures and the first line
-        of their documentation.
+        of their documentation; of a `FunctionTool`, such as that of an MCP server, the schemas of
+        its arguments.
       steps: limit of actions and answers.
       retries: number of further attempts after a text of another form.
       timeout: seconds for one tool call.
@@ -88,6 +89,11 @@ async def react(task, tools, steps=8, retries=2, timeout=None):
 def _described(tools: Mapping[str, Callable[..., Any]]) -> str:
     lines = []
     for name, function in tools.items():
+        if isinstance(function, FunctionTool):
+            described = function.description.partition("\n")[0]
+            schema = json.dumps(dict(function.parameters), ensure_ascii=False)
+            lines.append(f"{name} {schema}" + f": {described}" * bool(described))
+            continue
         described = (inspect.getdoc(function) or "").partition("\n")[0]
         lines.append(f"{name}{inspect.signature(function)}" + f": {described}" * bool(described))
     return "\n".join(lines) or "none"

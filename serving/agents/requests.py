@@ -12,6 +12,7 @@ from jaxshare import Grammar
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
 from jaxshare.serving.agents.dialogue import Message, as_messages
 from jaxshare.serving.agents.message_list import DialoguePlace, MessageList, place_in
+from jaxshare.serving.agents.result_sizes import MOST_BYTES, MOST_CHARACTERS
 from jaxshare.serving.chat import (
     BrokenCall,
     FunctionTool,
@@ -66,6 +67,7 @@ class Chat:
       returns: the type of the value that is made of the answer; see `as_returns`. Where tools are
         offered it is that of the last answer.
       variables: of the chat template, such as {"enable_thinking": False}.
+      most_characters: of the result of a call; the model is told of a longer one as of an error.
     """
 
     tools: tuple[FunctionTool, ...] = ()
@@ -73,6 +75,7 @@ class Chat:
     rounds: int = 8
     returns: Returns | None = None
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    most_characters: int = MOST_CHARACTERS
 
     @property
     def grammar(self) -> Grammar | None:
@@ -148,6 +151,7 @@ class Tool(_AgentOnly):
     kwargs: Mapping[str, Any]
     timeout: float | None
     retries: int
+    most_bytes: int = MOST_BYTES
 
 
 @dataclasses.dataclass(slots=True)
@@ -248,6 +252,7 @@ def llm(
     tools: Sequence[Any] | None = None,
     run_tools: bool = True,
     rounds: int = 8,
+    most_characters: int = MOST_CHARACTERS,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Llm:
     """Requests the model's answer; awaited in an agent, it gives the answer's text.
@@ -264,7 +269,7 @@ def llm(
       retries: further attempts, each with its own seed, after an error, a timeout, or a text that
         cannot be parsed.
       timeout: seconds for one attempt, and for each call of a tool.
-      returns, tools, run_tools, rounds, chat_template_kwargs: see `Chat`.
+      returns, tools, run_tools, rounds, most_characters, chat_template_kwargs: see `Chat`.
 
     Raises:
       ValueError, TypeError: at once; invalid messages, options, tools or types.
@@ -283,15 +288,21 @@ def llm(
         None if min_p is None else as_float("min_p", min_p),
         as_texts("stop", stop),
     )
-    chat = None
-    if not (returns is tools is chat_template_kwargs is None and run_tools and rounds == 8):
-        chat = _chat(returns, tools, run_tools, rounds, chat_template_kwargs)
-        _check_combination(chat, n, parse)
+    chat = _chat(returns, tools, run_tools, (rounds, most_characters), chat_template_kwargs)
+    _check_combination(chat, n, parse)
     messages, place = as_messages(content), place_in(dialogue)
     return Llm(messages, options, n, parse, retries, timeout, chat, place)
 
 
-def _chat(returns: Any, tools: Any, run_tools: Any, rounds: Any, variables: Any) -> Chat:
+_LIMITS = (8, MOST_CHARACTERS)
+
+
+def _chat(
+    returns: Any, tools: Any, run_tools: Any, limits: tuple[Any, Any], variables: Any
+) -> Chat | None:
+    """The chat of a request; None where all is as by default."""
+    if returns is tools is variables is None and run_tools is True and limits == _LIMITS:
+        return None
     if not isinstance(run_tools, bool):
         raise TypeError(f"run_tools is {shown(run_tools)}; it must be True or False")
     if variables is not None and not isinstance(variables, Mapping):
@@ -302,13 +313,16 @@ def _chat(returns: Any, tools: Any, run_tools: Any, rounds: Any, variables: Any)
     return Chat(
         offered,
         run_tools,
-        as_integer("rounds", rounds, 1),
+        as_integer("rounds", limits[0], 1),
         None if returns is None else as_returns(returns),
         copy.deepcopy(dict(variables or {})),
+        as_integer("most_characters", limits[1], 1),
     )
 
 
-def _check_combination(chat: Chat, n: int | None, parse: Any) -> None:
+def _check_combination(chat: Chat | None, n: int | None, parse: Any) -> None:
+    if chat is None:
+        return
     if parse is not None and chat.returns is not None:
         raise ValueError("parse and returns both make the result of an answer; give one of them")
     if chat.tools and chat.runs_tools and n is not None:
@@ -329,6 +343,7 @@ def tool(
     *args: Any,
     timeout: float | None = None,
     retries: int = 0,
+    most_bytes: int = MOST_BYTES,
     **kwargs: Any,
 ) -> Tool:
     """Requests function(*args, **kwargs); awaited in an agent, it gives the function's result.
@@ -339,19 +354,21 @@ def tool(
     under way; `call_key` is for effects that may come only once.
 
     Args:
+      function: a function, or one with a schema, such as the tool of an MCP server.
       timeout: seconds for one attempt. A thread cannot be stopped: one that hangs is left alone.
       retries: number of further attempts after an error or a timeout.
+      most_bytes: of the result; one with more is an error, since states and journals keep it.
     """
     if not callable(function):
         raise TypeError(f"a tool is a function and its arguments; {function!r} cannot be called")
     _check_effort(retries, timeout)
-    while isinstance(function, functools.partial):
-        function, args, kwargs = (
-            function.func,
-            (*function.args, *args),
-            {**function.keywords, **kwargs},
-        )
-    return Tool(function, args, kwargs, timeout, retries)
+    while isinstance(function, functools.partial | FunctionTool):
+        if isinstance(function, FunctionTool):
+            function = functools.partial(function.runnable())
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    most_bytes = as_integer("most_bytes", most_bytes, 1)
+    return Tool(function, args, kwargs, timeout, retries, most_bytes)
 
 
 def _check_effort(retries: int, timeout: float | None) -> None:

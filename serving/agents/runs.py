@@ -20,6 +20,7 @@ from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedErro
 from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
 from jaxshare.serving.agents.states import Arrival, Inquiry, Single, Spent, State, Supervisor
+from jaxshare.serving.agents.streaming import OnToken
 from jaxshare.serving.agents.watchdog import Watchdog
 
 
@@ -32,6 +33,8 @@ class Host(Protocol):
     def seed(self) -> int: ...
     @property
     def journal(self) -> Any: ...
+    @property
+    def on_token(self) -> OnToken | None: ...
     @property
     def watchdog(self) -> Watchdog: ...
     @property

@@ -47,6 +47,7 @@ from jaxshare.serving.agents.runs import (
     with_note,
 )
 from jaxshare.serving.agents.states import Arrival, State, Supervisor, supervisor_for_run
+from jaxshare.serving.agents.streaming import OnToken, Streamed
 from jaxshare.serving.agents.tidying import tidy
 from jaxshare.serving.agents.watchdog import Watchdog
 
@@ -54,7 +55,7 @@ MAX_FIRINGS = 256
 """Firings from the queue before other callbacks of the event loop get their turn."""
 
 
-class Runtime:
+class Runtime(Streamed):
     """Runs one agent, and all that it spawns.
 
     Args:
@@ -67,6 +68,7 @@ class Runtime:
       watchdog: seconds that an agent's code may run between two waits before a warning names the
         line; after ten times as long it is ended by an AgentError. None for neither.
       ask, answers: answer `ask`: a function of an OpenQuestion, and answers by the ids of questions.
+      on_token: is called with every piece of every answer as it comes, an `AnswerPiece`.
     """
 
     def __init__(
@@ -81,15 +83,16 @@ class Runtime:
         watchdog: float | None = 10.0,
         ask: Person | None = None,
         answers: Mapping[str, Any] | None = None,
+        on_token: OnToken | None = None,
     ):
-        self.model, self.seed, self.journal = model, seed, journal
+        self.model, self.seed, self.journal, self.on_token = model, seed, journal, on_token
         self.max_agents, self.max_depth, self.watchdog = most_agents, deepest, Watchdog(watchdog)
         self.runs: list[AgentRun] = []
         self.call_slots = asyncio.Semaphore(most_calls) if most_calls else None
         # Firings: (run, the fired state, the state that it will become).
         self._queue: deque[tuple[AgentRun, State, State]] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
         self.desk = Desk(ask, answers, journal, self._check_deadlock, self._fail)
+        self._tasks = set[asyncio.Task[None]]()
         self._draining, self._start_time = False, time.perf_counter()
         self._finished: asyncio.Future[None] | None = None
 

@@ -13,6 +13,7 @@ from jaxshare.serving.agents.dialogues import Continuing, said_in
 from jaxshare.serving.agents.errors import RoundsError
 from jaxshare.serving.agents.model_calls import call_tool
 from jaxshare.serving.agents.requests import Ask, CallRun, Choose, Llm, Tool
+from jaxshare.serving.agents.result_sizes import check_text
 from jaxshare.serving.agents.runs import AgentRun
 from jaxshare.serving.chat.tools import as_text, bound, failure
 
@@ -33,7 +34,8 @@ async def run_call(request: CallRun) -> tuple[None, tuple[Message, ...]]:
         if call.name not in offered:
             raise LookupError(f"there is no such function; there are {', '.join(offered)}")
         function, arguments = bound(offered[call.name], call.arguments)
-        text = as_text(await call_tool(Tool(function, (), arguments, request.llm.timeout, 0)))
+        value = await call_tool(Tool(function, (), arguments, request.llm.timeout, 0))
+        text = check_text(as_text(value), chat.most_characters)
     except Exception as error:
         text = failure(call.name, error)
     return None, (Message("tool", text, tool_call_id=call.id, name=call.name),)

@@ -15,6 +15,7 @@ from jaxshare.serving.chat.schemas import (
     converted,
     problem,
     schema_of,
+    validated,
     validator,
     with_null,
 )
@@ -97,7 +98,7 @@ def _made(given: Any) -> Returns:
         convert: Callable[[Any], Any] = _same
     elif isinstance(given, type) and hasattr(given, "model_json_schema"):
         made: Any = given
-        schema, convert = made.model_json_schema(), made.model_validate
+        schema, convert = made.model_json_schema(), functools.partial(validated, made)
     else:
         try:
             schema = with_null(schema_of(given))

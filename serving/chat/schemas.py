@@ -4,9 +4,20 @@ import collections.abc
 import dataclasses
 import enum
 import inspect
+import json
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Any,
+    Literal,
+    TypeAliasType,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import jsonschema
 import referencing
@@ -37,12 +48,13 @@ def schema_of(hint: Any, outer: tuple[type, ...] = ()) -> dict[str, Any]:
 
     Args:
       hint: str, int, float, bool, None, Any, Literal, an enum (by its values), a dataclass, a
-        TypedDict, or list, tuple, set, dict, Optional and unions of them.
+        TypedDict, a model of pydantic, or list, tuple, set, dict, Optional and unions of them.
       outer: dataclasses and TypedDicts that this is a part of.
 
     Raises:
       TypeError: there is no schema of this type.
     """
+    hint = _meant(hint)
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return {}
@@ -64,14 +76,55 @@ def schema_of(hint: Any, outer: tuple[type, ...] = ()) -> dict[str, Any]:
         return {"type": "object"} | (
             {"additionalProperties": schema_of(args[1], outer)} if args else {}
         )
+    if _is_pydantic(hint):
+        whole = hint.model_json_schema()
+        return _inlined(whole, whole.get("$defs", {}), ())
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _dataclass(hint, outer)
     if is_typeddict(hint):
         return _typed_dict(hint, outer)
     raise TypeError(
         f"there is no JSON schema of {shown(hint)}; use str, int, float, bool, Literal, an enum, a "
-        "dataclass, a TypedDict, or list, tuple, dict and Optional of them"
+        "dataclass, a TypedDict, a model of pydantic, or list, tuple, dict and Optional of them"
     )
+
+
+def _meant(hint: Any) -> Any:
+    """A type without the names that are given to it by `type` statements."""
+    while isinstance(hint, TypeAliasType):
+        hint = hint.__value__
+    return hint
+
+
+def _is_pydantic(hint: Any) -> bool:
+    return isinstance(hint, type) and hasattr(hint, "model_json_schema")
+
+
+def _inlined(schema: Any, defs: Mapping[str, Any], outer: tuple[str, ...]) -> Any:
+    """A schema of pydantic's with its references replaced, since it becomes a part of another one.
+
+    Titles are left out, and so are arguments that no field names, as with dataclasses.
+    """
+    if isinstance(schema, list):
+        return [_inlined(inner, defs, outer) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    if (ref := schema.get("$ref")) is not None:
+        name = ref.rpartition("/")[2]
+        if name in outer:
+            raise TypeError(f"{name} has a field of its own type, which no schema here tells")
+        made = _inlined(defs[name], defs, (*outer, name))
+    for key, inner in schema.items():
+        if key in ("$ref", "$defs") or (key == "title" and isinstance(inner, str)):
+            continue
+        if key in _NAMED:
+            made[key] = {name: _inlined(one, defs, outer) for name, one in inner.items()}
+        else:
+            made[key] = inner if key in _DATA else _inlined(inner, defs, outer)
+    if "properties" in made:
+        made.setdefault("additionalProperties", False)
+    return made
 
 
 def _one_of(hint: Any, values: list[Any]) -> dict[str, Any]:
@@ -152,8 +205,11 @@ def converted(value: Any, hint: Any) -> Any:
       value: of types that JSON has, such as 3.0 for an int.
       hint: as `schema_of` takes it.
     """
+    hint = _meant(hint)
     origin, args = get_origin(hint), get_args(hint)
     kind = origin or hint
+    if _is_pydantic(hint):
+        return validated(hint, value)
     if hint in (int, float):
         return hint(value)
     if origin is Literal:
@@ -175,6 +231,13 @@ def converted(value: Any, hint: Any) -> Any:
         hints = get_type_hints(hint)
         return hint(**{name: converted(one, hints[name]) for name, one in value.items()})
     return value
+
+
+def validated(model: Any, value: Any) -> Any:
+    """Returns the object of a pydantic model, or of a class like one, of a value that JSON has."""
+    if hasattr(model, "model_validate_json"):
+        return model.model_validate_json(json.dumps(value))  # in which a strict one takes dates
+    return model.model_validate(value)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -74,6 +74,24 @@ class FunctionTool:
                 f"the function of {self.name} is {shown(self.function)}; it cannot be called"
             )
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function.
+
+        Raises:
+          NoFunctionError: there is none.
+        """
+        return self.runnable()(*args, **kwargs)
+
+    def runnable(self) -> Callable[..., Any]:
+        """Returns the function.
+
+        Raises:
+          NoFunctionError: there is none.
+        """
+        if self.function is None:
+            raise NoFunctionError(f"the tool {self.name} has no function to run; give one")
+        return self.function
+
     def schema(self) -> dict[str, Any]:
         """Returns the description of the function in OpenAI's form, which chat templates take."""
         return {
@@ -226,8 +244,7 @@ def bound(tool: FunctionTool, arguments: Mapping[str, Any]) -> tuple[Callable[..
       NoFunctionError: the tool has no function.
       ValueError: the arguments do not fit, with the reason.
     """
-    if (function := tool.function) is None:
-        raise NoFunctionError(f"the tool {tool.name} has no function to run; give one")
+    function = tool.runnable()
     tool.check(arguments)
     hints = hints_of(function)
     given = {
@@ -286,4 +303,6 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, set | frozenset | tuple):
         return list(value)
+    if not isinstance(value, type) and hasattr(value, "model_dump"):  # of pydantic
+        return value.model_dump(mode="json")
     return str(value)

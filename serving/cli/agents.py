@@ -4,7 +4,7 @@ A file defines
 
     AGENT                  the agent that is run
     MODEL                  the model if --model names none: "embedded" (the default), "scripted",
-                           a folder or a hub id
+                           a folder, a hub id, or a model itself, such as an `OpenAIModel`
     arguments(args)        makes the agent's arguments from the texts after `--` on the command
                            line; without it, these texts are the arguments
     scripted()             makes the model of --model scripted: a `ScriptedModel`, a dictionary of
@@ -33,13 +33,14 @@ from jaxshare.paths import check_file, check_folder, reason, whole_file
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.compiler.frames import FRAME
+from jaxshare.serving.agents.endpoint import OpenAIModel
 from jaxshare.serving.agents.errors import PausedError
 from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.agents.questions import OpenQuestion
 from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
-from jaxshare.serving.cli import agents_options, arguments
+from jaxshare.serving.cli import agent_models, agents_options, arguments
 from jaxshare.serving.locks import OutputLock
 
 _MAX_TREES = 16
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or hub id, `embedded` for the model that comes with jaxshare, or `scripted` "
         "for the file's own answers (default: the file's MODEL, or else embedded)",
     )
+    agent_models.add_arguments(run_parser)
     arguments.add_dtype(run_parser)
     run_parser.add_argument(
         "--seed", type=int, default=0, help="seed of all that is random (default 0)"
@@ -123,8 +125,14 @@ def _run(options: argparse.Namespace, engine: dict[str, Any], journal: Journal |
     out = sys.stderr if options.json else sys.stdout
     print(f"model: {name}", file=out, flush=True)
     person = agents_options.Terminal() if sys.stdin is not None and sys.stdin.isatty() else None
+    writer = agent_models.PieceWriter(options.json)
     runtime = Runtime(
-        model, seed=options.seed, most_calls=options.max_concurrency, journal=journal, ask=person
+        model,
+        seed=options.seed,
+        most_calls=options.max_concurrency,
+        journal=journal,
+        ask=person,
+        on_token=writer.write if options.stream else None,
     )
     agent_run: AgentRun | None = None
     error: Exception | None = None
@@ -135,8 +143,11 @@ def _run(options: argparse.Namespace, engine: dict[str, Any], journal: Journal |
         questions = paused.questions
     except Exception as raised:
         error = raised
+    writer.end()
     if isinstance(model, EngineModel):
         model.engine.drain()
+    elif isinstance(model, OpenAIModel):
+        model.close()
     written, write_error = _write(SearchLog.of(runtime), options)
     place = None if error is None else _place(error, module, options.file, runtime.runs)
     value = agent_run.accepted.value if agent_run and agent_run.accepted else None
@@ -252,7 +263,11 @@ def _model(
     module: types.ModuleType, options: argparse.Namespace, engine: dict[str, Any]
 ) -> tuple[Model, str]:
     """The model to run with, and its name for the report."""
+    if options.endpoint is not None:
+        return agent_models.endpoint_model(options)
     name = options.model or getattr(module, "MODEL", "embedded")
+    if not isinstance(name, str):
+        return name, f"the {type(name).__name__} of {options.file}"
     if name == "scripted":
         if not hasattr(module, "scripted"):
             raise ValueError(

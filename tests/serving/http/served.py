@@ -107,7 +107,7 @@ class ScriptedEngine:
         if len(tokens) >= most:
             tokens, reason = tokens[:most], FinishReason.LENGTH
         state = StreamState(Detokenizer(words, options["stop"] or ()))
-        logprobs = tuple(-0.5 for _ in range(len(tokens) + 1)) if options["logprobs"] else None
+        logprobs = tuple(-0.5 for _ in range(len(tokens) + 1)) if options.get("logprobs") else None
         shown = tokens
         if reason is FinishReason.STOP:
             tokens = [*tokens, self._end]
