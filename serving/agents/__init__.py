@@ -13,10 +13,12 @@ from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import Dialogue, current_dialogue
 from jaxshare.serving.agents.errors import (
     AgentError,
+    AnswerError,
     BudgetError,
     DeadlockError,
     DivergedError,
     EndedError,
+    ParseError,
     PausedError,
     RoundsError,
 )
@@ -24,11 +26,9 @@ from jaxshare.serving.agents.judging import Judged
 from jaxshare.serving.agents.questions import OpenQuestion, ask
 from jaxshare.serving.agents.react import react
 from jaxshare.serving.agents.requests import (
-    AnswerError,
     Model,
     ModelCall,
     Options,
-    ParseError,
     Reply,
     llm,
     tool,

@@ -1,22 +1,16 @@
 """Courses: the code of an agent under way, on its own objects, from one wait to the next.
 
 The first firing of a state goes on with the course that came to it, so an agent runs as Python
-runs it. Later firings need a course of their own: a copy of the frame that a state keeps, or the
-function run again from its beginning with the recorded outcomes (`replayed`), which needs no copy.
+runs it. Later firings need a course of their own; see `jaxshare.serving.agents.restoring`.
 """
 
 import asyncio
 import contextlib
 import contextvars
-import copy
 import dataclasses
-import functools
 import inspect
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from jaxshare.argument_checks import shown
 from jaxshare.serving.agents.channels import Children
 from jaxshare.serving.agents.choices import Picked
 from jaxshare.serving.agents.compiler.frames import Frame, duplicate
@@ -26,20 +20,11 @@ from jaxshare.serving.agents.compiler.program import (
     UncopyableError,
     snapshot,
 )
-from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import Held, paused, resumed
-from jaxshare.serving.agents.errors import DivergedError
-from jaxshare.serving.agents.model_calls import private_copy
 from jaxshare.serving.agents.recorded import record_for
 from jaxshare.serving.agents.requests import (
     REQUESTS,
-    CallRun,
-    ChildNext,
-    ChildResult,
     Choose,
-    Llm,
-    Together,
-    Tool,
     Yielded,
     driven,
 )
@@ -55,7 +40,7 @@ class Reached:
     line: int
 
 
-class _Pause:
+class Pause:
     """An awaitable for the bare `yield` of a coroutine, which lets others run."""
 
     def __await__(self) -> Any:
@@ -65,7 +50,7 @@ class _Pause:
 def is_own_awaitable(request: Any) -> bool:
     """True for a coroutine, and what else has its own code for being awaited."""
     return (
-        not isinstance(request, (*REQUESTS, Handle, _Pause))
+        not isinstance(request, (*REQUESTS, Handle, Pause))
         and not asyncio.isfuture(request)
         and inspect.isawaitable(request)
     )
@@ -123,7 +108,7 @@ class Native:
 def _awaitable(request: Any) -> Any:
     """The request itself, or what has to be awaited for what a coroutine passes to asyncio."""
     if request is None:
-        return _Pause()
+        return Pause()
     if asyncio.isfuture(request):
         request._asyncio_future_blocking = False
     return request
@@ -280,168 +265,3 @@ def keep_frame(run: AgentRun, state: State) -> None:
             if run.agent.restore == "copy":
                 raise
     state.is_uncopied = True
-
-
-def taken(
-    run: AgentRun, state: State, now: Firing, again: bool
-) -> tuple[Course, Reached | Returned | None]:
-    """(a course that waits where the state does, where it is if that is beyond).
-
-    Args:
-      again: whether another firing has gone on with the coroutine that the state waits for.
-
-    Raises:
-      DivergedError, UncopyableError: see `replayed`.
-    """
-    if not again and now.path[-1] == 0 and (course := state.course) is not None:
-        # The first firing, however late its outcome is: so which path goes on does not depend on
-        # what is faster.
-        leave(run, state)
-        state.course, now.restored = None, "original"
-        return course, None
-    if not again:
-        keep_frame(run, state)
-    children = now.children or Children(state.positions, is_copy=True)
-    if not again and state.frame is not None:
-        now.restored, program = "copy", run.agent.program
-        assert program is not None and state.context is not None
-        code = Compiled(program, snapshot(state.frame, program))
-        return Course(code, state.context.copy(), children, code.frame.beside), None
-    now.restored = "replay"
-    if run.agent.restore == "copy":
-        raise UncopyableError(
-            f"agent {run.agent.name} waits in line {state.line} in a coroutine, which cannot be "
-            'copied; leave restore="copy" out, or wait in the agent itself'
-        )
-    return replayed(run, state, now, children)
-
-
-def replayed(
-    run: AgentRun, state: State, now: Firing, children: Children
-) -> tuple[Course, Reached | Returned | None]:
-    """Runs an agent again from its beginning to a state, with the outcomes that led there.
-
-    Returns:
-      (the course, where it is if that is beyond the state, since it ran through the coroutine that
-      the state waits for).
-
-    Raises:
-      DivergedError: the agent did not come to the waits of its record.
-      UncopyableError: an argument that has changed since, or a wait for asyncio, prevents it.
-    """
-    if run.arguments is None:
-        raise UncopyableError(
-            f"agent {run.agent.name} cannot be run again, since its arguments cannot be copied "
-            f"({run.uncopied}); make a list of an iterator, and open files in the agent"
-        ) from run.uncopied
-    steps, first = [], state
-    while first.waiting is not None:
-        first = first.stands_for or first
-        steps.append(first)
-        assert first.parent is not None
-        first = first.parent
-    args, kwargs = duplicate(run.arguments, {})
-    steps.reverse()
-    events = deque([event for each in steps for event in each.events])
-    course = Course(
-        Native(run.agent.function(*args, **kwargs)), contextvars.copy_context(), children
-    )
-    readings = deque([reading for each in steps for reading in each.recorded])
-    again, at = Firing(now.runtime, run, now.path, replays=events, readings=readings), None
-    through = is_own_awaitable(state.waiting)
-    sent = [step for step in steps if not _is_passed(step)]
-    for step in sent:
-        parent = step.parent
-        assert parent is not None
-        if at is not None:
-            _check_same(run, parent, at)
-        value, error, again.dialogue = step.given
-        if error is not None:
-            error = _copied_error(error)
-        go = functools.partial(course.go, again, private_copy(value), error)
-        if through and step is sent[-1]:
-            return course, go()
-        at = _went(run, step, go)
-    if at is None:
-        return course, None
-    _check_same(run, state, at)
-    return course, None
-
-
-def _is_passed(step: State) -> bool:
-    """True if the agent's own code has no wait where the firing that led to a state began."""
-    parent = step.parent
-    assert parent is not None
-    return step.is_followed or is_own_awaitable(parent.waiting)
-
-
-def _copied_error(error: BaseException) -> BaseException:
-    """A copy of an error, since Python writes tracebacks to it; itself if it has none."""
-    try:
-        return copy.copy(error)
-    except Exception:
-        return error
-
-
-def _went(run: AgentRun, step: State, go: Callable[[], Reached | Returned]) -> Reached:
-    """Where a replay has come to instead of a step of the record; it must be a wait."""
-    try:
-        reached = go()
-    except (KeyboardInterrupt, SystemExit, DivergedError):
-        raise
-    except BaseException as error:
-        raise _diverged(run, step, f"it raised {error!r}") from error
-    if isinstance(reached, Returned):
-        raise _diverged(run, step, f"it returned {reached.value!r}")
-    return reached
-
-
-def _check_same(run: AgentRun, state: State, at: Reached) -> None:
-    """Raises an error unless a replay waits for what the state waited for."""
-    was, now = state.waiting, at.request
-    if asyncio.isfuture(now) or isinstance(now, _Pause):
-        raise UncopyableError(
-            f"agent {run.agent.name} waits in line {at.line} for a coroutine of asyncio, which "
-            "cannot be awaited again; make it a tool, so that the state can be fired many times"
-        )
-    if state.is_followed and isinstance(was, (CallRun, Llm)) and isinstance(now, Llm):
-        return  # a wait on the way to the answer
-    if type(was) is not type(now):
-        same = False
-    elif isinstance(was, Llm):
-        same = (was.messages, was.n, _before(was)) == (now.messages, now.n, _before(now))
-    elif isinstance(was, Tool):
-        same = _function_name(was) == _function_name(now)
-    elif isinstance(was, Choose):
-        same = len(was.options) == len(now.options)
-    elif isinstance(was, (ChildNext, ChildResult)):
-        same = was.child is now.child
-    elif isinstance(was, Together):
-        same = [*map(type, was.parts)] == [*map(type, now.parts)]
-    else:
-        same = True
-    if not same:
-        raise _diverged(run, state, f"it waits in line {at.line} for {_shown(now)}")
-
-
-def _before(request: Llm) -> tuple[Message, ...] | None:
-    return request.place and request.place.before
-
-
-def _shown(request: Any) -> str:
-    """A request as it is written in an agent."""
-    if isinstance(request, Llm):
-        return f"llm({shown(request.messages[-1].content)})" if request.messages else "llm()"
-    return f"tool({_function_name(request)})" if isinstance(request, Tool) else shown(request)
-
-
-def _function_name(request: Tool) -> str:
-    return getattr(request.function, "__qualname__", type(request.function).__qualname__)
-
-
-def _diverged(run: AgentRun, step: State, instead: str) -> DivergedError:
-    return DivergedError(
-        f"agent {run.agent.name} was run again to restore a state, and {instead}; in its record it "
-        f"waits in line {step.line} for {_shown(step.waiting)}. It depends on something that is not "
-        "recorded: make that a tool"
-    )

@@ -41,3 +41,23 @@ class PausedError(AgentError):
 
 class EndedError(AgentError):
     """A child that has ended was resumed, or had to yield once more; or it was ended unneeded."""
+
+
+class ParseError(ValueError):
+    """No attempt of a model could be parsed; `text` is the last one, `reason` its parse error."""
+
+    def __init__(self, agent: str, attempts: int, text: str, reason: str):
+        super().__init__(
+            f"agent {agent}: {attempts} answer{'s' * (attempts > 1)} of the model could not be "
+            f"parsed ({reason}); the last was {text!r}"
+        )
+        self.text, self.reason = text, reason
+
+
+class AnswerError(ParseError):
+    """No attempt of a model was a value of the type that `llm` returns, or each was cut short.
+
+    Attributes:
+      text: the last answer.
+      reason: what is wrong with it.
+    """

@@ -17,7 +17,6 @@ from jaxshare.serving.agents.courses import (
     is_own_awaitable,
     keep,
     leave,
-    taken,
 )
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import dialogues_of
@@ -41,6 +40,7 @@ from jaxshare.serving.agents.requests import (
     Together,
     Tool,
 )
+from jaxshare.serving.agents.restoring import taken
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import Arrival, State
 from jaxshare.serving.agents.together import Gathered, together

@@ -17,13 +17,11 @@ import jax
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.dialogues import check_owner
-from jaxshare.serving.agents.errors import AgentError
+from jaxshare.serving.agents.errors import AgentError, AnswerError, ParseError
 from jaxshare.serving.agents.requests import (
-    AnswerError,
     Chat,
     Llm,
     ModelCall,
-    ParseError,
     Reply,
     Tool,
 )

@@ -136,7 +136,7 @@ def _is_own(frame: types.FrameType, now: Firing) -> bool:
 
 
 def _read(now: Firing, name: str, line: int, compute: Callable[[], Any]) -> Any:
-    if now.readings is None:
+    if now.readings is None or (now.is_beyond and not now.readings):
         value = compute()
         now.recorded.append((name, value))
         return value

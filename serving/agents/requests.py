@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from jaxshare import Grammar
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
+from jaxshare.deprecated import renamed
 from jaxshare.serving.agents.dialogue import Message, as_messages
 from jaxshare.serving.agents.message_list import DialoguePlace, MessageList, place_in
 from jaxshare.serving.agents.result_sizes import MOST_BYTES, MOST_CHARACTERS
@@ -380,26 +381,6 @@ def _check_effort(retries: int, timeout: float | None) -> None:
         )
 
 
-class ParseError(ValueError):
-    """No attempt of a model could be parsed; `text` is the last one, `reason` its parse error."""
-
-    def __init__(self, agent: str, attempts: int, text: str, reason: str):
-        super().__init__(
-            f"agent {agent}: {attempts} answer{'s' * (attempts > 1)} of the model could not be "
-            f"parsed ({reason}); the last was {text!r}"
-        )
-        self.text, self.reason = text, reason
-
-
-class AnswerError(ParseError):
-    """No attempt of a model was a value of the type that `llm` returns, or each was cut short.
-
-    Attributes:
-      text: the last answer.
-      reason: what is wrong with it.
-    """
-
-
 # Models.
 
 
@@ -464,3 +445,6 @@ class Model(Protocol):
     async def answer(self, call: ModelCall) -> Reply:
         """The answer to one call; many calls may be under way."""
         ...
+
+
+__getattr__ = renamed(__name__, {"ParseError": "jaxshare.serving.agents.errors.ParseError"})

@@ -96,7 +96,7 @@ class Handle:
           AgentError: no yielded value was taken since it was resumed last.
         """
         with _dealing(f"resumes {self._run.agent.name}") as now:
-            if now is None or now.replays is None:
+            if now is None or not now.is_replaying:
                 self._run.runtime.resume(self._run, value, now)
 
     def cancel(self) -> None:
@@ -105,7 +105,7 @@ class Handle:
         Awaiting it afterwards raises an EndedError.
         """
         with _dealing(f"cancels {self._run.agent.name}") as now:
-            if now is None or now.replays is None:
+            if now is None or not now.is_replaying:
                 channel_of(self._run, now).cancel()
 
     def __await__(self) -> Any:
@@ -210,6 +210,7 @@ class Firing:
       replays: in a replay, the events of then that were not met yet.
       recorded: what the code has read of clocks and random numbers, as (function, value).
       readings: in a replay, what it read then and has not read again.
+      is_beyond: whether a replay goes on where its record ends.
       children: of the path that the code is on.
       dialogue: the agent's own, as the code that is running found it; `own` is it as a value, once
         the code has asked for that.
@@ -224,10 +225,16 @@ class Firing:
     replays: deque[Handle | Exception | None] | None = None
     recorded: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     readings: deque[tuple[str, Any]] | None = None
+    is_beyond: bool = False
     children: Children | None = None
     dialogue: tuple[Message, ...] = ()
     own: MessageList | None = None
     restored: str = "original"
+
+    @property
+    def is_replaying(self) -> bool:
+        """True if what the code does with children is to be that of a record."""
+        return self.replays is not None and not (self.is_beyond and not self.replays)
 
 
 current_firing: contextvars.ContextVar[Firing | None] = contextvars.ContextVar(
@@ -253,7 +260,7 @@ def spawn(agent: Agent, /, *args: Any, **kwargs: Any) -> Handle:
         raise RuntimeError(
             f"spawn({agent.name}) outside an agent; run({agent.name}, ...) runs it by itself"
         )
-    if now.replays is None:
+    if not now.is_replaying:
         handle = now.runtime.spawn(now, agent, args, kwargs, _calling_line())
         now.events.append(handle)
         return handle
@@ -270,7 +277,8 @@ def _dealing(what: str) -> Generator["Firing | None", None, None]:
     if now is None:
         yield now
         return
-    if now.replays is not None:
+    if now.is_replaying:
+        assert now.replays is not None
         yield now
         event = now.replays.popleft() if now.replays else Handle
         if isinstance(event, Exception):

@@ -8,6 +8,7 @@ An error of an agent, a child, a value function or a judge ends the path that it
 the run's tree, and the error of the run where no path has come to an answer.
 """
 
+from jaxshare.deprecated import renamed
 from jaxshare.serving.agents.forest import ForestOfThoughts
 from jaxshare.serving.agents.level_search import BeamSearch, TreeOfThoughts
 from jaxshare.serving.agents.monte_carlo import MonteCarloTreeSearch
@@ -22,3 +23,11 @@ __all__ = [
     "SelfRefine",
     "TreeOfThoughts",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "best": "jaxshare.serving.agents.states.best",
+        "majority": "jaxshare.serving.agents.repeated_runs.majority",
+    },
+)

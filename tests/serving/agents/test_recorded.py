@@ -112,3 +112,45 @@ def test_a_single_path_wraps_nothing():
         "assert (time.time, random.choice) == before\n"
     )
     assert not subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+async def reads_less_often():
+    first = time.time()
+    if not ORDER:
+        first = time.time()
+    ORDER.append(1)
+    said = await llm("one")
+    return first, said, time.time()
+
+
+def test_a_replay_that_reads_less_is_named():
+    ORDER.clear()
+    made = agent(restore="replay")(reads_less_often).under(Each(2))
+    done = asyncio.run(Runtime(Model()).run(made))
+    [error] = [state.error for _, state in paths_of(done) if state.error]
+    assert isinstance(error, DivergedError) and "it leaves out time.time" in str(error)
+
+
+async def helper(name):
+    before = time.perf_counter()
+    said = await llm(name)
+    return before, said, time.perf_counter()
+
+
+async def waits_for_helpers():
+    found = [await helper("one"), time.perf_counter()]
+    found += [await helper("two")]
+    return found
+
+
+@pytest.mark.parametrize("restore", [None, "replay"])
+def test_helpers_read_what_they_read(restore):
+    done = asyncio.run(
+        Runtime(Model()).run(agent(restore=restore)(waits_for_helpers).under(Each(2)))
+    )
+    paths = {tuple(branches): state for branches, state in paths_of(done)}
+    assert len(paths) == 4 and not any(state.error for state in paths.values())
+    assert len({state.value[0][0] for state in paths.values()}) == 1
+    for first in (0, 1):
+        one, other = (paths[first, second].value for second in (0, 1))
+        assert one[:2] == other[:2] and one[2][0] == other[2][0] and one[2][2] != other[2][2]
