@@ -12,7 +12,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTA
 
 
 def test_the_examples_print_what_the_page_says(tmp_path):
-    assert len(EXAMPLES) == PAGE.count("```python") == 7
+    assert len(EXAMPLES) == PAGE.count("```python") == 8
     names: dict[str, object] = {}
     for number, (program, printed) in enumerate(EXAMPLES):
         file, out = tmp_path / f"example_{number}.py", io.StringIO()
