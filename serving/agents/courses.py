@@ -215,7 +215,8 @@ def begun(
       UncopyableError: an agent that is restored by copies gets an argument that has none.
     """
     agent, context = run.agent, contextvars.copy_context()
-    if run.may_be_forked or type(run.supervisor) is not Single:
+    is_once = type(run.supervisor) is Single and not run.may_be_forked
+    if not is_once or run.runtime.journal is not None:
         record_for(agent.function)
     try:
         run.arguments = duplicate((args, kwargs), {})

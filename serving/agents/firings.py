@@ -31,6 +31,7 @@ from jaxshare.serving.agents.model_calls import (
     spend,
     spent_by_firing,
 )
+from jaxshare.serving.agents.recorded import journaled
 from jaxshare.serving.agents.requests import (
     REQUESTS,
     Ask,
@@ -244,7 +245,8 @@ def run_to_next_wait(
             if at is None:
                 given = value if is_constant(value) else private_copy(value)
                 new.given = given, error, new.dialogue
-                at = course.go(now, value, error)
+                with journaled(run.runtime.journal, run.id, now):
+                    at = course.go(now, value, error)
             else:
                 new.is_followed = True
         if isinstance(at, Returned):

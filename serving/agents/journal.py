@@ -236,6 +236,11 @@ class Journal:
         self._pending[key] = asked
         return None
 
+    def readings(self, key: Key) -> Any:
+        """The recorded readings of clocks and random numbers under a key of theirs, or None."""
+        entry = self._entries.get(key)
+        return None if entry is None else self._replay(key, entry)[0]
+
     def spent(self, key: Key) -> Spending:
         """The model calls, new tokens and prompt tokens of an entry; budgets count them again."""
         return self._entries[key].spent

@@ -1,19 +1,21 @@
 """Clocks and random numbers that agents read: recorded, so that a replay reads them again.
 
 An agent that is run again to restore a state has to do what it did. What its own code reads of the
-functions in `FORMS` between two waits is kept with the firing. They are wrapped when an agent begins
-whose states may be fired again: in their modules, and where the agent's module has imported them by
+functions in `FORMS` between two waits is kept with the firing, and in the run's journal. They are wrapped when
+an agent begins whose states may be fired again, or which has a journal: in their modules, and where the agent's module has imported them by
 name. Outside of agents, and in the code of libraries, a wrapper only calls the function.
 `datetime.now()` is not among them, since nothing can be put in its place; `time.time()` is.
 """
 
+import contextlib
 import functools
 import os
 import secrets
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from jaxshare.serving.agents.errors import DivergedError
@@ -101,6 +103,28 @@ def record_for(function: types.FunctionType) -> None:
             names[name] = wrapper
 
 
+_READINGS = -(2**30)
+"""Ends the path of what a firing has read in a journal; parts of waits and `finally` have others."""
+
+
+@contextlib.contextmanager
+def journaled(journal: Any, run: str, now: Firing) -> Generator[None, None, None]:
+    """Surrounds the code of a firing: what a journal has of its readings is read again, and what is
+    new is recorded."""
+    if journal is None:
+        yield
+        return
+    key = run, (*now.path, _READINGS)
+    known = journal.readings(key) or []
+    if known:
+        now.readings, now.is_beyond = deque((name, value) for name, value in known), True
+    try:
+        yield
+    finally:
+        if len(now.recorded) > len(known):
+            journal.record_value(key, [[name, value] for name, value in now.recorded], ())
+
+
 def _wrapper_of(value: Any) -> Any:
     try:
         return _wrappers.get(value)
@@ -146,4 +170,6 @@ def _read(now: Firing, name: str, line: int, compute: Callable[[], Any]) -> Any:
             f"agent {now.run.agent.name} was run again to restore a state, and reads {name} in line "
             f"{line}, where its record has {was}; make a tool of what decides it"
         )
+    if now.replays is None:  # it is the firing itself, by a journal
+        now.recorded.append((name, value))
     return value

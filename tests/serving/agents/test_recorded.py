@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxshare.serving.agents import DivergedError, Reply, Runtime, agent, llm
+from jaxshare.serving.agents.journal import Journal
 from tests.serving.agents.test_children import Each, paths_of
 
 
@@ -154,3 +155,38 @@ def test_helpers_read_what_they_read(restore):
     for first in (0, 1):
         one, other = (paths[first, second].value for second in (0, 1))
         assert one[:2] == other[:2] and one[2][0] == other[2][0] and one[2][2] != other[2][2]
+
+
+async def remembers_when():
+    begun, name = time.time(), uuid.uuid4()
+    said = await llm(f"at {begun} {name}")
+    later = [time.monotonic(), random.random(), os.urandom(3)]
+    await llm(f"then {later}")
+    return begun, name, said, later
+
+
+@pytest.mark.parametrize("restore", [None, "replay"])
+def test_a_journal_has_what_was_read(tmp_path, restore):
+    made = agent(restore=restore)(remembers_when)
+
+    def value(model, journal, program=made):
+        return asyncio.run(Runtime(model, journal=journal).run(program)).accepted.value
+
+    with Journal.open(tmp_path / "run") as journal:
+        first = value(Model(), journal)
+    with Journal.open(tmp_path / "run") as journal:
+        assert value(None, journal) == first
+    # A run that was killed after its first answer goes on with what it had read before.
+    lines = (tmp_path / "run").read_text().splitlines(keepends=True)
+    (tmp_path / "killed").write_text("".join(lines[:3]))
+    with Journal.open(tmp_path / "killed", pickles=True) as journal:
+        again = value(Model(), journal)
+    assert again[:3] == first[:3] and again[3] != first[3]
+    # Searches, too, and journals in memory.
+    kept = Journal()
+    searched = made.under(Each(2))
+    one = asyncio.run(Runtime(Model(), journal=kept).run(searched))
+    other = asyncio.run(Runtime(None, journal=kept).run(searched))
+    assert [state.value for _, state in paths_of(one)] == [
+        state.value for _, state in paths_of(other)
+    ]
