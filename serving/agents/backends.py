@@ -1,7 +1,9 @@
 """Models for agents: the engine, and a script for tests and examples."""
 
 import asyncio
+import collections
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,9 @@ from jaxshare.serving.words import encode_marked, mark
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
+_MAX_SHARES = 10_000
+
+
 class EngineModel:
     """A loaded model for agents: the calls of all agents are rows of one engine.
 
@@ -45,6 +50,8 @@ class EngineModel:
 
     Attributes:
       engine: runs the calls; its `metrics` have the reused tokens and the costs.
+      contributions: (seconds, the contribution of each active agent) after each of the last answers,
+        if the engine's policy knows contributions; see `contribution_picture`.
     """
 
     def __init__(
@@ -78,6 +85,9 @@ class EngineModel:
             )
         self.engine = model if isinstance(model, Engine) else Engine(model, **options)
         self._sampler, self._resample = sampler or default_sampler(loaded), resample
+        self.contributions = collections.deque[tuple[float, Mapping[str, float]]](
+            maxlen=_MAX_SHARES
+        )
         self._sampler.refuse(
             ["n", "best_of", "seed"],
             "each call of an agent is one answer with a seed of its own; give n to llm, and the seed "
@@ -139,6 +149,8 @@ class EngineModel:
             done = await stream
         finally:
             stream.cancel()  # no effect on a finished answer
+        if shares := self.engine.metrics.contributions:
+            self.contributions.append((time.perf_counter(), shares))
         is_cut = done.finish_reason in (FinishReason.LENGTH, FinishReason.CACHE_FULL)
         counts = len(done.tokens), done.prompt_tokens
         if form is None:

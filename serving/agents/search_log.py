@@ -268,7 +268,7 @@ def tree_picture(run: LoggedRun) -> "Figure":
     """
     positions = _positions(run)
     width, height = (max(position[axis] for position in positions.values()) for axis in (0, 1))
-    figure = _figure(min(2.0 + 1.1 * (width + 1), 24.0), min(1.6 + 0.34 * (height + 1), 40.0))
+    figure = empty_figure(min(2.0 + 1.1 * (width + 1), 24.0), min(1.6 + 0.34 * (height + 1), 40.0))
     ax = figure.add_subplot()
     _draw_edges(ax, run, positions)
     for fate, (colour, marker, label) in _FATE_STYLES.items():
@@ -378,7 +378,7 @@ def timeline_picture(log: SearchLog) -> "Figure":
       ImportError: matplotlib is not installed.
     """
     runs = log.runs[:_MAX_BARS]
-    figure = _figure(9.0, 1.4 + 0.3 * len(runs))
+    figure = empty_figure(9.0, 1.4 + 0.3 * len(runs))
     from matplotlib.patches import Patch
 
     ax = figure.add_subplot()
@@ -438,7 +438,8 @@ def _draw_firings(ax: "Axes", row: int, run: LoggedRun) -> None:
     )
 
 
-def _figure(width: float, height: float) -> "Figure":
+def empty_figure(width: float, height: float) -> "Figure":
+    """A figure of this size in inches; an ImportError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # here, because only pictures need it
     except ImportError as error:

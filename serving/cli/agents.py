@@ -36,6 +36,7 @@ from jaxshare.serving.agents.compiler.frames import FRAME
 from jaxshare.serving.agents.endpoint import OpenAIModel
 from jaxshare.serving.agents.errors import PausedError
 from jaxshare.serving.agents.journal import Journal
+from jaxshare.serving.agents.profile_pictures import contribution_picture, profile_picture
 from jaxshare.serving.agents.questions import OpenQuestion
 from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
@@ -148,7 +149,7 @@ def _run(options: argparse.Namespace, engine: dict[str, Any], journal: Journal |
         model.engine.drain()
     elif isinstance(model, OpenAIModel):
         model.close()
-    written, write_error = _write(SearchLog.of(runtime), options)
+    written, write_error = _write(SearchLog.of(runtime), model, options)
     place = None if error is None else _place(error, module, options.file, runtime.runs)
     value = agent_run.accepted.value if agent_run and agent_run.accepted else None
     report = {
@@ -296,7 +297,9 @@ def _check_matplotlib() -> None:
         )
 
 
-def _write(trace: SearchLog, options: argparse.Namespace) -> tuple[list[str], ValueError | None]:
+def _write(
+    trace: SearchLog, model: Model, options: argparse.Namespace
+) -> tuple[list[str], ValueError | None]:
     """Writes the trace and the pictures; the files written, and the error of one that failed."""
     written: list[str] = []
     try:
@@ -305,7 +308,12 @@ def _write(trace: SearchLog, options: argparse.Namespace) -> tuple[list[str], Va
             written.append(options.trace)
         if options.plots and trace.runs:
             folder = Path(options.plots)
-            pictures = {"timeline.png": timeline_picture(trace)}
+            pictures = {
+                "timeline.png": timeline_picture(trace),
+                "profile.png": profile_picture(trace),
+            }
+            if shares := getattr(model, "contributions", None):
+                pictures["contributions.png"] = contribution_picture([*shares])
             searched = [
                 run
                 for run in trace.runs

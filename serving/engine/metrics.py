@@ -173,6 +173,11 @@ class Metrics:
         if output.first_token_seconds is not None:
             self._first_token.observe(output.first_token_seconds)
 
+    @property
+    def contributions(self) -> Mapping[str, float]:
+        """The contributions of the active agents, as of the last step."""
+        return self._contributions
+
     def set_contributions(self, contributions: Mapping[str, float]) -> None:
         """Sets the gauges of the active agents' contributions, and drops those of others."""
         if contributions == self._contributions:

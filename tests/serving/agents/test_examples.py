@@ -409,6 +409,7 @@ def test_the_command_runs_an_example(capsys, tmp_path):
         run.agent for run in trace.runs[2:]
     } == {"judge"}
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {
+        "profile.png",
         "timeline.png",
         "tree-0-solve.png",
     }
