@@ -30,7 +30,7 @@ from scripts.drill import (
 from scripts.drill.drill import Drill, Record, throw
 
 _MODULES = (
-    *(device, soak, kills, agent_kills, starts, files, disks, fuzz, arguments, fleet),
+    *(device, soak, kills, starts, files, disks, fuzz, arguments, fleet, agent_kills),
     *(server, server_soak),
 )
 DRILLS: tuple[Drill, ...] = tuple(drill for module in _MODULES for drill in module.DRILLS)

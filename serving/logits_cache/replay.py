@@ -43,7 +43,9 @@ def redraw(top_logits: TopLogits, sampler: Sampler, seed: int, position: int) ->
 
 def uniform_run(seed: int, position: int, count: int) -> np.ndarray:
     """float32[count]: the random numbers of a row with this seed from `position` on."""
-    arguments = jax.device_put((seed_words([seed])[0], np.int32(position)), _host())
+    arguments = seed_words([seed])[0], np.int32(position)
+    if jax.default_backend() != "cpu":
+        arguments = jax.device_put(arguments, _host())
     return np.asarray(_uniform_run(*arguments, bucket(count)))[:count]
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from jaxshare import FinishReason, Sampler
+from tests.helpers import mostly_slow
 from tests.serving.engine.stepped import small_pieces
 from tests.serving.engine.test_engine import LONG, SHORT, STOP, Stepped, check_memory, done, metric
 
@@ -110,6 +111,7 @@ def test_a_leader_that_is_cancelled_leaves_its_followers_going(fresh):
     assert sampled(engine) == COUNT
 
 
+@pytest.mark.slow
 def test_where_little_is_kept_no_text_changes(fresh):
     engine = Stepped(1024, **{**SHORT, "logits_cache": 3000})  # a few distributions at a time
     streams = [
@@ -122,7 +124,7 @@ def test_where_little_is_kept_no_text_changes(fresh):
     assert engine.logits_cache.bytes <= 3000
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", mostly_slow(range(4)))
 def test_any_schedule_gives_the_texts_of_each_alone(fresh, seed):
     rng = random.Random(seed)
     engine = Stepped(256, max_queue=64, **rng.choice([LONG, SHORT]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxshare.serving.logits_cache.payoff import Payoff
+from jaxshare.serving.logits_cache.payoff import REPEATS, Payoff
 
 TRIED, OTHER = bytes([64]) * 32, bytes([1]) * 32
 KIND = ("agent", 0.7, "stepwise")
@@ -21,7 +21,7 @@ class Clock:
 
 def payoff(*, keeping: float = 0.0, rows: int = 1, pass_seconds: float = 1e-3) -> Payoff:
     """One for which finding a distribution's largest logits takes `keeping` seconds."""
-    made = Payoff((1, 8, 4), Clock(keeping))
+    made = Payoff((1, 8, 4), Clock(keeping * REPEATS))
     for _ in range(20):
         made.ran(rows, pass_seconds)
     return made
