@@ -1,6 +1,7 @@
 """Settings that every test runs under."""
 
 import atexit
+import logging
 import os
 import secrets
 import shutil
@@ -99,3 +100,13 @@ def pytest_configure(config):
     """`-m gpu` is for the best device there is."""
     if config.option.markexpr == "gpu" and jax.config.jax_platforms == "cpu":
         jax.config.update("jax_platforms", None)
+
+
+@pytest.fixture(autouse=True)
+def logs_are_left_as_they_were():
+    """Commands that run in the process of the tests set the level of its logs, and add handlers."""
+    log = logging.getLogger("jaxshare")
+    level, handlers = log.level, [*log.handlers]
+    yield
+    log.setLevel(level)
+    log.handlers[:] = handlers

@@ -116,8 +116,8 @@ class Runtime(Streamed):
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._finished = self._loop.create_future()
         self.desk.begin(agent, args, kwargs, self.seed)
-        self.watchdog.start()
         run = self._start(agent, args, kwargs, None, agent.name, 0)
+        self.watchdog.start()
         try:
             await self._finished
         finally:
@@ -192,7 +192,7 @@ class Runtime(Streamed):
         fired = forks.fork(self, channel, by, path)
         run = channel.run
         self._join(run)
-        for state in run.asleep:
+        for state in [*run.asleep]:
             state.children = Children(state.positions, is_copy=True)
             if not isinstance(state.waiting, Yielded):
                 register_wait(run, state)
