@@ -119,7 +119,11 @@ def leaks(kind: Agent, count: int, states: int) -> dict[str, int]:
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
-    tasks = 0
+    def runs_now() -> int:
+        return sum(isinstance(each, AgentRun) for each in gc.get_objects())
+
+    gc.collect()
+    tasks, runs = 0, runs_now()
     tracemalloc.start()
     try:
         for _ in range(2):
@@ -132,7 +136,7 @@ def leaks(kind: Agent, count: int, states: int) -> dict[str, int]:
         tracemalloc.stop()
     return {
         "tasks": tasks,
-        "runs": sum(isinstance(each, AgentRun) for each in gc.get_objects()),
+        "runs": runs_now() - runs,
         "bytes_a_run": round(left / LEAK_ROUNDS),
     }
 

@@ -69,7 +69,7 @@ def test_a_small_run_reports_as_json(tmp_path, capsys):
     assert report == json.loads(output.read_text()) and report["benchmark"] == "agents"
     assert [r["waits_for"] for r in report["results"]] == ["model", "tool", "next"] and len(
         report["goals"]
-    ) == 6
+    ) == 9
     assert report["settings"]["agents"] == 10 and report["command"].startswith(
         "python -m scripts.bench.agents --quick"
     )
