@@ -240,6 +240,7 @@ class SessionRows:
             cache=dataclasses.replace(old.cache, lengths=table[0], phases=table[1]),
             layout=old.layout,
             samplers=old.samplers,  # beside rows with more places, these would have as many
+            grammars=old.grammars,  # and they have none
             steps=dataclasses.replace(taken.steps, automata=old.steps.automata),
             history=_shaped(taken.history, old.history),
             processing=old.processing
