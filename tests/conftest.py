@@ -104,9 +104,16 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def logs_are_left_as_they_were():
-    """Commands that run in the process of the tests set the level of its logs, and add handlers."""
-    log = logging.getLogger("jaxshare")
-    level, handlers = log.level, [*log.handlers]
+    """Commands and examples that run in the process of the tests set levels, and add handlers."""
+
+    def logs():
+        found = logging.root.manager.loggerDict.items()
+        return [log for name, log in found if name.startswith("jaxshare") if hasattr(log, "level")]
+
+    levels = {log: log.level for log in logs()}
+    whole = logging.getLogger("jaxshare")
+    handlers = [*whole.handlers]
     yield
-    log.setLevel(level)
-    log.handlers[:] = handlers
+    for log in logs():
+        log.setLevel(levels.get(log, logging.NOTSET))
+    whole.handlers[:] = handlers

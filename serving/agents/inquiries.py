@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxshare.serving.agents.agent import Agent
+from jaxshare.serving.agents.channels import result_of
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host, supervisor_name, with_note
 from jaxshare.serving.agents.states import Arrival, Inquiry, State
 
@@ -55,19 +56,40 @@ def _ask(runtime: Host, run: AgentRun, inquiry: Inquiry, advance: Advance) -> No
         run.answers.append((inquiry, arrival))
         advance(run)
 
+    now = Firing(runtime, run, inquiry.path)
+    arrival = consulted(runtime, inquiry.to, inquiry.args, now, inquiry.about.line, come)
+    if arrival is not None:
+        run.answers.append((inquiry, arrival))
+
+
+def consulted(
+    runtime: Host,
+    to: Any,
+    args: tuple[Any, ...],
+    now: Firing,
+    line: int,
+    come: Callable[[Arrival], None],
+) -> Arrival | None:
+    """Calls a function, or spawns an agent as a child of the run that asks.
+
+    Args:
+      to, args: the function or the agent, and its arguments.
+      now, line: the place of the child.
+      come: gets the outcome of an agent that has not ended yet.
+
+    Returns:
+      The outcome, an error of any kind among them; None if `come` gets it.
+    """
     try:
-        if isinstance(inquiry.to, Agent):
-            now, line = Firing(runtime, run, inquiry.path), inquiry.about.line
-            child = runtime.spawn(now, inquiry.to, inquiry.args, {}, line)._run
-            if not child.done:
-                child.listeners.append(come)
-                return
-            arrival = Arrival(child.accepted and child.accepted.value, child.error)
-        else:
-            arrival = Arrival(inquiry.to(*inquiry.args))
+        if not isinstance(to, Agent):
+            return Arrival(to(*args))
+        child = runtime.spawn(now, to, args, {}, line)._run
     except Exception as error:
-        arrival = Arrival(error=error)
-    run.answers.append((inquiry, arrival))
+        return Arrival(error=error)
+    if child.done:
+        return result_of(child)
+    child.listeners.append(come)
+    return None
 
 
 def _read(inquiry: Inquiry, arrival: Arrival) -> tuple[Any, BaseException | None]:

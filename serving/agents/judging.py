@@ -1,12 +1,14 @@
 """Judging new states: the value function of a supervisor, and what it sees of a state."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, Protocol
 
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError
+from jaxshare.serving.agents.inquiries import consulted
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host, supervisor_name, with_note
 from jaxshare.serving.agents.states import Arrival, State
 
@@ -66,21 +68,13 @@ class _Judgement:
 
     def begin(self, now: Firing) -> None:
         """Calls the value function, or spawns the judges."""
+        judge, new = self._run.supervisor.value, self._new
+        args = (Judged.of(new) if isinstance(judge, Agent) else new,)
         for number in range(self._run.supervisor.evaluations):
-            try:
-                self._evaluate(number, now)
-            except Exception as error:
-                self._came(number, Arrival(error=error))
-
-    def _evaluate(self, number: int, now: Firing) -> None:
-        value, new = self._run.supervisor.value, self._new
-        if not isinstance(value, Agent):
-            return self._came(number, Arrival(value(new)))
-        judge = self._runtime.spawn(now, value, (Judged.of(new),), {}, new.line)._run
-        if judge.done:
-            self._came(number, Arrival(judge.accepted and judge.accepted.value, judge.error))
-        else:
-            judge.listeners.append(lambda arrival: self._came(number, arrival))
+            come = functools.partial(self._came, number)
+            arrival = consulted(self._runtime, judge, args, now, new.line, come)
+            if arrival is not None:
+                come(arrival)
 
     def _came(self, number: int, arrival: Arrival) -> None:
         run, new, times = self._run, self._new, self._run.supervisor.evaluations

@@ -22,15 +22,7 @@ _MODES = ("stepwise", "hotspot")
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Adds --kv-bytes, --host-kv-bytes, --policy, --logits-cache, --resample, --max-concurrency."""
-    parser.add_argument(
-        "--kv-bytes",
-        metavar="SIZE",
-        help="memory for keys and values, such as 8GiB (default: for rows of 2,048 tokens, at most "
-        "2 GiB)",
-    )
-    parser.add_argument(
-        "--host-kv-bytes", metavar="SIZE", help="host memory for evicted ones (default: none)"
-    )
+    arguments.add_memory(parser)
     parser.add_argument(
         "--policy",
         choices=[*POLICIES],

@@ -96,6 +96,19 @@ _SETTINGS = (
 """Names of sampling settings, their types, and what they do."""
 
 
+def add_memory(parser: argparse.ArgumentParser) -> None:
+    """Adds --kv-bytes and --host-kv-bytes, for `parse_bytes`."""
+    parser.add_argument(
+        "--kv-bytes",
+        metavar="SIZE",
+        help="memory for keys and values, such as 8GiB (default: for rows of 2,048 tokens, at most "
+        "2 GiB)",
+    )
+    parser.add_argument(
+        "--host-kv-bytes", metavar="SIZE", help="host memory for evicted ones (default: none)"
+    )
+
+
 def add_stops(parser: argparse.ArgumentParser) -> None:
     """Adds --stop, --include-stop and --ignore-eos."""
     parser.add_argument(

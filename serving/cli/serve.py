@@ -81,15 +81,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of a prompt and its output together (default: the model's context)",
     )
-    parser.add_argument(
-        "--kv-bytes",
-        metavar="SIZE",
-        help="memory for keys and values, such as 8GiB (default: for rows of 2,048 tokens, at most "
-        "2 GiB)",
-    )
-    parser.add_argument(
-        "--host-kv-bytes", metavar="SIZE", help="host memory for evicted ones (default: none)"
-    )
+    arguments.add_memory(parser)
     parser.add_argument(
         "--logits-cache",
         metavar="SIZE",

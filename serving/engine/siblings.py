@@ -7,7 +7,6 @@ Where its token is one that no other has drawn, it enters a row of its own, afte
 keys and values the others have. Each text is the one that its request has alone.
 """
 
-import collections
 from collections.abc import Iterable, Sequence
 
 from jaxshare.serving.engine.output import OutputProcessor
@@ -72,6 +71,8 @@ class Siblings:
         Where requests wait for its distributions they are no more than the tokens that the one that
         followed the fewest has followed, so that it waits no longer in vain than it has saved.
         """
+        if not self._families:
+            return most
         waiting = [len(r.output) for r in self._output.queue if self.holds(r, live)]
         return min(most, max(_FIRST_PASSES, min(waiting, default=most)))
 
@@ -89,11 +90,11 @@ class Siblings:
             self._output.write_logits(request)
 
     def _forget_finished(self) -> None:
-        kept = collections.defaultdict[bytes, list[Request]](list)
-        for state, family in self._families.items():
-            if unfinished := [request for request in family if not request.finished]:
-                kept[state] = unfinished
-        self._families = dict(kept)
+        unfinished = {
+            state: [request for request in family if not request.finished]
+            for state, family in self._families.items()
+        }
+        self._families = {state: family for state, family in unfinished.items() if family}
 
 
 def _is_replay(request: Request) -> bool:

@@ -1,27 +1,20 @@
 """docs/agents_models.md: what it prints, and the defaults that it names."""
 
-import contextlib
 import inspect
-import io
 import re
 
 from jaxshare.serving.agents import llm, tool
 from jaxshare.serving.agents.endpoint import OpenAIModel
 from jaxshare.serving.agents.mcp_tools import MCPServer
+from tests.package.pages import run_examples
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs" / "agents_models.md").read_text(encoding="utf-8")
 
 
 def test_the_example_prints_what_the_page_says(tmp_path):
-    [(program, printed)] = re.findall(
-        r"```python\n((?:(?!```).)*)```\n\n```text\n(.*?)```", PAGE, re.S
-    )
-    file, out = tmp_path / "example.py", io.StringIO()
-    file.write_text(program, encoding="utf-8")  # agents are compiled from their source
-    with contextlib.redirect_stdout(out):
-        exec(compile(program, str(file), "exec"), {"__name__": "example"})
-    assert out.getvalue() == printed
+    count, _ = run_examples(PAGE, tmp_path)
+    assert count == 1
 
 
 def test_the_page_has_the_arguments_and_their_defaults():

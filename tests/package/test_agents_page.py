@@ -1,25 +1,17 @@
 """docs/agents.md runs as it stands, and prints what it says."""
 
-import contextlib
-import io
 import re
 
 from jaxshare.serving import agents
+from tests.package.pages import run_examples
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_the_examples_print_what_the_page_says(tmp_path):
-    assert len(EXAMPLES) == PAGE.count("```python") == 8
-    names: dict[str, object] = {}
-    for number, (program, printed) in enumerate(EXAMPLES):
-        file, out = tmp_path / f"example_{number}.py", io.StringIO()
-        file.write_text(program, encoding="utf-8")  # agents are compiled from their source
-        with contextlib.redirect_stdout(out):
-            exec(compile(program, str(file), "exec"), names)
-        assert out.getvalue() == printed
+    count, _ = run_examples(PAGE, tmp_path)
+    assert count == PAGE.count("```python") == 8
 
 
 def test_the_table_has_every_supervisor():

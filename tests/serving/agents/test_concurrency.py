@@ -27,7 +27,7 @@ from jaxshare.serving.agents import (
 )
 from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.agents.search_log import SearchLog
-from tests.serving.agents.test_children import Each, answer, paths_of
+from tests.serving.agents.test_children import Each, Model, answer, counts, paths_of
 
 
 class Timed:
@@ -272,21 +272,6 @@ def test_searches_branch_where_several_answers_are_asked_for():
     assert votes.accepted.value == [f"{i} 0 0" for i in range(5)]
 
 
-class Scripted:
-    """The model of the tests of children."""
-
-    async def answer(self, call):
-        return Reply(answer(call.messages[-1].content, call.state[-1]))
-
-
-@agent
-async def counts(start):
-    total = start
-    while True:
-        got = yield total
-        total += got or 1
-
-
 @agent
 async def debates_together():
     teams, heard = [spawn(counts, 10), spawn(counts, 20)], []
@@ -310,7 +295,7 @@ def totals(branches):
 @pytest.mark.parametrize("restore", [None, "replay"])
 def test_every_firing_of_a_wait_for_several_finds_the_children_as_they_were(late, restore):
     made = agent(restore=restore)(debates_together.function).under(Each(2, late))
-    done = asyncio.run(Runtime(Scripted()).run(made))
+    done = asyncio.run(Runtime(Model()).run(made))
     paths = paths_of(done)
     assert len(paths) == 8
     for branches, state in paths:
