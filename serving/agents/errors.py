@@ -1,6 +1,6 @@
 """The errors of agents and their runs."""
 
-from typing import Any
+from typing import Any, Self
 
 
 class AgentError(RuntimeError):
@@ -13,6 +13,11 @@ class RoundsError(AgentError):
 
 class DivergedError(AgentError):
     """An agent that was run again, to restore a state, did not do what it had done before."""
+
+    @classmethod
+    def of(cls, agent: str, what: str) -> Self:
+        """The error of an agent with this name; `what` it did instead, and what would do."""
+        return cls(f"agent {agent} was run again to restore a state, and {what}")
 
 
 class DeadlockError(AgentError):

@@ -166,9 +166,9 @@ def _read(now: Firing, name: str, line: int, compute: Callable[[], Any]) -> Any:
         return value
     was, value = now.readings.popleft() if now.readings else ("nothing", None)
     if was != name:
-        raise DivergedError(
-            f"agent {now.run.agent.name} was run again to restore a state, and reads {name} in line "
-            f"{line}, where its record has {was}; make a tool of what decides it"
+        raise DivergedError.of(
+            now.run.agent.name,
+            f"reads {name} in line {line}, where its record has {was}; make a tool of what decides it",
         )
     if now.replays is None:  # it is the firing itself, by a journal
         now.recorded.append((name, value))

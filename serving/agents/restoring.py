@@ -212,8 +212,8 @@ def _function_name(request: Tool) -> str:
 
 
 def _diverged(run: AgentRun, step: State, instead: str) -> DivergedError:
-    return DivergedError(
-        f"agent {run.agent.name} was run again to restore a state, and {instead}; in its record it "
-        f"waits in line {step.line} for {_shown(step.waiting)}. It depends on something that is not "
-        "recorded: make that a tool"
+    return DivergedError.of(
+        run.agent.name,
+        f"{instead}; in its record it waits in line {step.line} for {_shown(step.waiting)}. It "
+        "depends on something that is not recorded: make that a tool",
     )

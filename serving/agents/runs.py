@@ -295,9 +295,10 @@ def _dealing(what: str) -> Generator["Firing | None", None, None]:
 
 
 def _diverged(now: Firing, what: str) -> DivergedError:
-    return DivergedError(
-        f"agent {now.run.agent.name} was run again to restore a state, and {what} in line "
-        f"{_calling_line()}, which is not in its record; make a tool of what decides it"
+    return DivergedError.of(
+        now.run.agent.name,
+        f"{what} in line {_calling_line()}, which is not in its record; make a tool of what decides "
+        "it",
     )
 
 

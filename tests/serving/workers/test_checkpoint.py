@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare import KVCache, Sampler, cache_io
+from jaxshare import Grammar, KVCache, Sampler, cache_io
 from jaxshare.models import EMBEDDED, load, reencode
 from jaxshare.serving import Workers, WorkersLayout, combined
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, SaveError
@@ -128,13 +128,18 @@ def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole
         bad_words=((40, 41, 42, 43), (44,)),
         presence_penalty=0.5,
     )
+    nested = Grammar.lark('start: "(" start ")" | "1" start | "2"')  # of the host
     with made(4096) as engine:
         with Workers(engine.model, engine=engine, **start().settings) as session:
-            # in the same passes, as a row with more places than the session's
-            beside = engine.submit("1 + 1", rich, max_new_tokens=AT + 16)
+            # in the same passes, as rows with more places than the session's, and with a grammar
+            beside = [
+                engine.submit("1 + 1", sampler, max_new_tokens=AT + 16)
+                for sampler in (rich, Sampler(grammar=nested))
+            ]
             for _ in session.stream(AT):
                 pass
-            beside.wait()
+            for each in beside:
+                each.wait()
             session.save(tmp_path / "engine", wait=True)
         alone = Workers.restore(model(), tmp_path / "engine")
         assert written(alone) == written(session)
