@@ -168,6 +168,11 @@ class ModelConfig:
             )
         return _from_fields(Fields(read_json(path), str(path)))
 
+    @property
+    def value_dim(self) -> int:
+        """The size of a cached value (`jaxshare.cache_config.CacheConfig`)."""
+        return self.head_dim
+
     def for_context(self, positions: int) -> "ModelConfig":
         """Returns the configuration for runs of at most `positions` tokens, prompt and answer.
 

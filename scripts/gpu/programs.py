@@ -105,6 +105,10 @@ class Shape(NamedTuple):
     head_dim: int
     rope: Rope
 
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
 
 Traced = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 """A function and the shapes of its arguments."""
