@@ -10,7 +10,8 @@ class CacheConfig(Protocol):
 
     `value_dim` is the size of a stored value: head_dim, or 0 where values are not stored because a
     token's value is the part of its key that is not rotated (multi-head latent attention,
-    DeepSeek-V2 section 2.1).
+    DeepSeek-V2 section 2.1). `layer_ropes` has a rotation for each layer where they differ, and is
+    empty where all have `rope`.
     """
 
     @property
@@ -23,3 +24,5 @@ class CacheConfig(Protocol):
     def value_dim(self) -> int: ...
     @property
     def rope(self) -> Rope: ...
+    @property
+    def layer_ropes(self) -> tuple[Rope, ...]: ...

@@ -30,6 +30,7 @@ class Config:
     head_dim: int = ROTARY + LATENT
     value_dim: int = 0
     rope: Rope = ROPE
+    layer_ropes: tuple[Rope, ...] = ()
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
