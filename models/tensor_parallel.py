@@ -32,6 +32,9 @@ _KERNELS: Mapping[str, LogicalAxes] = {
     "q": ("heads", None),
     "k": ("kv_heads", None),
     "v": ("kv_heads", None),
+    "q_b": ("heads", None),
+    "k_b": ("heads", None),
+    "v_b": ("heads", None),
     "o": (None, "heads"),
     "gate": ("mlp", None),
     "up": ("mlp", None),
@@ -125,7 +128,7 @@ class ShardedDecoder:
     ) -> tuple[
         Float32[Array, "N A V"],
         tuple[Float[Array, "N T K D"], ...],
-        tuple[Float[Array, "N T K D"], ...],
+        tuple[Float[Array, "N T K _"], ...],
     ]:
         """Runs `Decoder.encode` on every device.
 
