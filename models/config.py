@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshare.argument_checks import as_integer
-from jaxshare.models import llama, qwen
+from jaxshare.models import llama, mixtral, olmoe, qwen, qwen_moe
 from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models.moe import MoE
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
-FAMILIES = llama.FAMILIES | qwen.FAMILIES
+FAMILIES = llama.FAMILIES | qwen.FAMILIES | qwen_moe.FAMILIES | mixtral.FAMILIES | olmoe.FAMILIES
 
 _MAX_LAYERS = 10_000
 """More than any model has; each takes time to compile."""
@@ -60,6 +61,8 @@ _NO_EFFECT = frozenset(
         "task_specific_params",
         # training
         "initializer_range",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "attention_dropout",
         "attention_probs_dropout_prob",
         "hidden_dropout",
@@ -100,6 +103,7 @@ _NO_EFFECT = frozenset(
         "output_attentions",
         "output_hidden_states",
         "output_scores",
+        "output_router_logits",
         "return_dict",
         "return_dict_in_generate",
         "use_return_dict",
@@ -157,7 +161,8 @@ class ModelConfig:
       layer_ropes: for each layer its rotation; empty where all have `rope`.
       rope_interleaved: the checkpoint rotates pairs (2 i, 2 i + 1); its rows are reordered when
         they are read.
-      sparse_layers: for each layer whether it has experts; empty where all or none have.
+      moe: the mixture of experts of layers that have one.
+      sparse_layers: for each layer whether it has experts; empty where none has.
     """
 
     architecture: str
@@ -192,6 +197,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     layer_ropes: tuple[Rope, ...] = ()
     rope_interleaved: bool = False
+    moe: MoE | None = None
     sparse_layers: tuple[bool, ...] = ()
 
     @classmethod

@@ -185,6 +185,10 @@ class Shelf:
         return out
 
 
+def linear(x: np.ndarray, w) -> np.ndarray:
+    return x @ w["kernel"].T + w.get("bias", 0.0)
+
+
 class DenseModel:
     """The whole transformer in float64 numpy, over a `Shelf` for each layer. Writes Llama down once
     more, with biases and q/k norms."""
@@ -202,6 +206,12 @@ class DenseModel:
             shelf.blocks[target] += shelf.blocks[source]
             shelf.blocks[source] = []
 
+    def mlp(self, layer, x: np.ndarray) -> np.ndarray:
+        """The MLP of a layer, given the layer's parameters."""
+        mlp = layer["mlp"]
+        gate = linear(x, mlp["gate"])
+        return linear(gate / (1 + np.exp(-gate)) * linear(x, mlp["up"]), mlp["down"])
+
     def forward(
         self, tokens: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
     ) -> list[np.ndarray]:
@@ -215,9 +225,6 @@ class DenseModel:
         def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
             return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + c.norm_eps) * scale
 
-        def linear(x: np.ndarray, w) -> np.ndarray:
-            return x @ w["kernel"].T + w.get("bias", 0.0)
-
         for i, shelf in enumerate(self.shelves):
             layer = p[f"layers_{i}"]
             a, h = layer["attention"], norm(x, layer["attention_norm"]["scale"])
@@ -227,9 +234,7 @@ class DenseModel:
             shelf.append(rows, count, k, v)
             out = np.nan_to_num(shelf.attend(rows, count, q, c.rope, c.head_dim**-0.5))
             x = x + linear(out.reshape(*x.shape[:2], -1), a["o"])
-            h, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
-            gate = linear(h, mlp["gate"])
-            x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
+            x = x + self.mlp(layer, norm(x, layer["mlp_norm"]["scale"]))
         logits = (
             norm(x, p["norm"]["scale"])
             @ (p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]).T
