@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 from jaxshare.models.config_fields import MAX_HEAD_DIM, Family, Fields
 from jaxshare.models.mla import MLA
@@ -82,7 +82,7 @@ def _read_experts(version: int, fields: Fields, num_layers: int) -> dict[str, An
     dense = fields.take("first_k_dense_replace", int, 0)
     if fields.take("moe_layer_freq", int, 1) != 1:
         raise fields.error("moe_layer_freq", "only 1, experts in every later layer, is supported")
-    scoring = {2: "softmax", 3: "sigmoid"}[version]
+    scoring: Literal["softmax", "sigmoid"] = "softmax" if version == 2 else "sigmoid"
     if fields.take("scoring_func", str, scoring) != scoring:
         raise fields.error("scoring_func", f"in DeepSeek-V{version} it must be {scoring}")
     size = fields.positive("moe_intermediate_size", int)
