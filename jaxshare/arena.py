@@ -24,8 +24,8 @@ Arenas = tuple[
 Windows = tuple[tuple[Float[Array, "K N D"], ...], tuple[Float[Array, "K N _"], ...]]
 """Keys and values of N tokens in all layers."""
 
-Angles = tuple[tuple[Float32[Array, " P"], Float32[Array, " P"]], ...]
-"""cos and sin by which the keys of each layer are rotated."""
+Angles = tuple[tuple[Float32[Array, " _"], Float32[Array, " _"]], ...]
+"""cos and sin by which the pairs of each layer's keys are rotated."""
 
 
 @runtime_checkable

@@ -41,12 +41,15 @@ _KERNELS: Mapping[str, LogicalAxes] = {
     "down": (None, "mlp"),
     "head": ("vocab", None),
     "embed": ("vocab", None),
+    "sinks": ("heads",),
 }
 
 
 def logical_axes(path: ParamPath) -> LogicalAxes:
     """Returns the logical names of a parameter's dimensions."""
     module, leaf = path[-2:]
+    if leaf in _KERNELS:
+        return _KERNELS[leaf]
     names = _KERNELS.get(module, (None, None))
     return names if leaf in ("kernel", "embedding") else names[:1]
 

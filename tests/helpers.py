@@ -143,14 +143,33 @@ def rotated(x: np.ndarray, positions: np.ndarray, rope: Rope, factor: float = 1.
     return np.concatenate([out.real, out.imag, x[..., 2 * pairs :]], axis=-1)
 
 
-def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What models do with scores besides Llama's scale: tokens that a token sees, itself included
+    (0 for all), a cap (0 for none), and a score for each head with no value (none for no head)."""
+
+    window: int = 0
+    softcap: float = 0.0
+    sinks: tuple[float, ...] = ()
+
+
+PLAIN = Scoring()
+
+
+def softmax_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, scoring: Scoring = PLAIN
+) -> np.ndarray:
     """One token's q [H, D] over k, v [S, K, D] -> [H, D], in float64."""
     group = q.shape[0] // k.shape[1]
     out = []
     for head in range(q.shape[0]):
         scores = k[:, head // group] @ q[head] * scale
-        weights = np.exp(scores - scores.max())
-        out.append(weights @ v[:, head // group] / weights.sum())
+        if scoring.softcap:
+            scores = np.tanh(scores / scoring.softcap) * scoring.softcap
+        sink = scoring.sinks[head] if scoring.sinks else -np.inf
+        top = max(scores.max(), sink)
+        weights = np.exp(scores - top)
+        out.append(weights @ v[:, head // group] / (weights.sum() + np.exp(sink - top)))
     return np.stack(out)
 
 
@@ -179,6 +198,7 @@ class Shelf:
         q: np.ndarray,
         rope: Rope,
         scale: float,
+        scoring: Scoring = PLAIN,
     ) -> np.ndarray:
         """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, D]; nan where
         there is no token."""
@@ -192,7 +212,8 @@ class Shelf:
                 keys, values = (np.stack(side) for side in zip(*seen, strict=True))
                 keys = rotated(keys, np.arange(len(seen)), rope, rope.attention_factor)
                 query = rotated(q[r, t], np.asarray(len(seen) - 1), rope, rope.attention_factor)
-                out[r, t] = softmax_attention(query, keys, values, scale)
+                near = slice(-scoring.window if scoring.window else None, None)
+                out[r, t] = softmax_attention(query, keys[near], values[near], scale, scoring)
         return out
 
 
