@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
@@ -41,5 +42,6 @@ def run_layer(
             q, keys, values, plan, sinks=sinks, implementation=implementation, **how
         )
 
-    out: Any = layer.apply({"params": params}, x, attend)
+    real = jnp.arange(x.shape[1]) < plan.count[:, None]
+    out: Any = layer.apply({"params": params}, x, attend, real)
     return out, keys, values

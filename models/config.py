@@ -7,14 +7,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshare.argument_checks import as_integer
-from jaxshare.models import deepseek, llama, qwen
+from jaxshare.models import deepseek, llama, mixtral, olmoe, qwen, qwen_moe
 from jaxshare.models.config_fields import Fields, read_json
 from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
-FAMILIES = llama.FAMILIES | qwen.FAMILIES | deepseek.FAMILIES
+FAMILIES = (
+    llama.FAMILIES
+    | qwen.FAMILIES
+    | qwen_moe.FAMILIES
+    | mixtral.FAMILIES
+    | olmoe.FAMILIES
+    | deepseek.FAMILIES
+)
 
 _MAX_LAYERS = 10_000
 """More than any model has; each takes time to compile."""
@@ -62,6 +69,8 @@ _NO_EFFECT = frozenset(
         "task_specific_params",
         # training
         "initializer_range",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "attention_dropout",
         "attention_probs_dropout_prob",
         "hidden_dropout",
@@ -102,6 +111,7 @@ _NO_EFFECT = frozenset(
         "output_attentions",
         "output_hidden_states",
         "output_scores",
+        "output_router_logits",
         "return_dict",
         "return_dict_in_generate",
         "use_return_dict",
@@ -159,10 +169,10 @@ class ModelConfig:
       layer_ropes: for each layer its rotation; empty where all have `rope`.
       rope_interleaved: the checkpoint rotates pairs (2 i, 2 i + 1); its rows are reordered when
         they are read.
-      sparse_layers: for each layer whether it has experts; empty where all or none have.
+      moe: the mixture of experts of layers that have one.
+      sparse_layers: for each layer whether it has experts; empty where none has.
       mla: the sizes of multi-head latent attention, in models that have it. num_kv_heads is then 1,
         and head_dim what a cache keeps of a token, `mla.cached_dim`.
-      moe: the experts of layers that have some.
     """
 
     architecture: str
@@ -197,9 +207,9 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     layer_ropes: tuple[Rope, ...] = ()
     rope_interleaved: bool = False
+    moe: MoE | None = None
     sparse_layers: tuple[bool, ...] = ()
     mla: MLA | None = None
-    moe: MoE | None = None
 
     @classmethod
     def from_json(cls, source: Mapping[str, Any] | str | os.PathLike) -> "ModelConfig":

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import flax.linen as nn
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jaxshare.cpu import Implementation
 from jaxshare.models.config import LayerForm, ModelConfig
+from jaxshare.models.experts import MixtureOfExperts
 from jaxshare.models.latent_attention import LatentAttention
 from jaxshare.models.linear import Linear, projections
 from jaxshare.models.norm import RMSNorm
@@ -84,8 +85,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and MLP, each added to its input, with norms before, after or
-    both.
+    """One decoder layer: attention and an MLP or experts, each added to its input, with norms
+    before, after or both.
 
     Attributes:
       config: of the model, or of one device's part of it.
@@ -100,7 +101,13 @@ class Layer(nn.Module):
     form: LayerForm | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
+    def __call__(
+        self,
+        x: Float[Array, "R T M"],
+        attend: AttendInLayer,
+        real: Bool[Array, "R T"] | None = None,
+    ) -> Float[Array, "R T M"]:
+        """Computes a layer; experts compute the tokens that are `real` alone, by default all."""
         c, how = self.config, (self.config, self.axis, self.implementation)
         norm = functools.partial(RMSNorm, c.norm_eps, self.implementation, c.norm_adds_one)
 
@@ -112,4 +119,7 @@ class Layer(nn.Module):
 
         attention = (LatentAttention if c.mla else Attention)(*how, name="attention")
         x = added(x, "attention", lambda x: attention(x, attend))
-        return added(x, "mlp", MLP(*how, name="mlp"))
+        if c.moe is None or self.form is None or not self.form.is_sparse:
+            return added(x, "mlp", MLP(*how, name="mlp"))
+        experts = MixtureOfExperts(c.moe, self.axis, self.implementation, name="moe")
+        return added(x, "mlp", lambda x: experts(x, real))

@@ -40,7 +40,6 @@ class MoE:
       swiglu_limit: 0 for silu(gate) * up; else the bound of gpt-oss's
         clip(gate) * sigmoid(swiglu_alpha * clip(gate)) * (clip(up) + 1).
       swiglu_alpha: see `swiglu_limit`.
-      dense_layers: indices of layers with a plain MLP instead, of the model's intermediate_size.
       held: the experts of one device, where they are split over a mesh; 0: all of them.
     """
 
@@ -60,7 +59,6 @@ class MoE:
     expert_bias: bool = False
     swiglu_limit: float = 0.0
     swiglu_alpha: float = 1.0
-    dense_layers: tuple[int, ...] = ()
     held: int = 0
 
     def on_each_of(self, devices: int) -> "MoE":

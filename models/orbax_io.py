@@ -335,7 +335,7 @@ def restore_params(
             f"{folder / PARAMS} cannot be restored ({root_cause(error)}); convert the model again"
         ) from error
     if check:
-        _check_finite(params, folder / PARAMS, dtype, mesh)
+        _check_finite(params, folder / PARAMS, config, dtype, mesh)
     if module is None:
         return {"params": params}
 
@@ -351,14 +351,16 @@ def restore_params(
     return {"params": jax.tree.map_with_path(repeat_heads, params)}
 
 
-def _check_finite(params: dict[str, Any], source: Path, dtype: Any, mesh: Mesh | None) -> None:
+def _check_finite(
+    params: dict[str, Any], source: Path, config: ModelConfig, dtype: Any, mesh: Mesh | None
+) -> None:
     """Raises CheckpointError for the first parameter that is not finite; on its devices."""
     target = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     finite = jax.jit(lambda value: jnp.isfinite(value).all(), out_shardings=target)
     # All are started before the first is waited for.
     for keys, is_finite in jax.tree.leaves_with_path(jax.tree.map(finite, params)):
         if not is_finite:
-            name = tensor_name(tuple(key.key for key in keys))
+            name = tensor_name(tuple(key.key for key in keys), config)
             raise not_finite(f"{source}: {name}", dtype, dtype)
 
 

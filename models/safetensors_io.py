@@ -242,14 +242,22 @@ def read_params(
     """
     params: dict[tuple[str, ...], Array] = {}
     for name, value in read_tensors(stored, expected):
-        path, file = expected[name].path, stored[expected[name].parts[0].name].file
-        with np.errstate(over="ignore"):
-            is_finite = not check or np.isfinite(largest(value).astype(dtype))
-        if not is_finite:
-            raise not_finite(f"{file}: {name}", value.dtype, dtype)
+        path = expected[name].path
+        if check and not _is_finite(value, dtype):
+            part = next(
+                part
+                for part, one in zip(expected[name].parts, value, strict=False)
+                if not expected[name].is_stacked or not _is_finite(one, dtype)
+            )
+            raise not_finite(f"{stored[part.name].file}: {part.name}", value.dtype, dtype)
         params[path] = put(path, value.astype(dtype)) if put else _on_device(value, dtype)
         params[path].block_until_ready()
     return {"params": nested(params)}
+
+
+def _is_finite(value: Float[np.ndarray, "..."], dtype: jnp.dtype) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(largest(value).astype(dtype)))
 
 
 def _on_device(value: np.ndarray, dtype: jnp.dtype) -> Array:

@@ -27,8 +27,15 @@ _MODULES = {
     **{("attention", name): f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
     **{("attention", name): f"self_attn.{name}" for name in ("q_norm", "k_norm")},
     **{("mlp", name): f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    ("moe", "router"): "mlp.gate",
+    ("moe", "shared_gate"): "mlp.shared_expert_gate",
+    **{("moe", name): f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")},
+    **{
+        ("moe", "shared", name): f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
+    },
 }
-"""The modules of Llama and Qwen, and of other families where they do not name their own."""
+"""The modules of Llama and Qwen, and of other families where they do not name their own. A star is
+the index of an expert; the parameters of experts are stacked."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +175,12 @@ def _located(config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...])
             rows = sum(sizes.values()), *shape[1:]
             part = Part(whole, rows, start, start + sizes[path[-2]])
             return ExpectedTensor(path, shape, (part,), order=order)
-    part = Part(tensor_name(path, config), shape, 0, shape[0])
-    return ExpectedTensor(path, shape, (part,), order=order)
+    name = tensor_name(path, config)
+    if "*" in name:
+        names = [name.replace("*", str(expert)) for expert in range(shape[0])]
+        parts = tuple(Part(each, shape[1:], 0, shape[1]) for each in names)
+        return ExpectedTensor(path, shape, parts, is_stacked=True)
+    return ExpectedTensor(path, shape, (Part(name, shape, 0, shape[0]),), order=order)
 
 
 def _row_order(config: ModelConfig, module: str) -> RowOrder | None:
@@ -202,8 +213,17 @@ def assembled(
     tensor: ExpectedTensor, read: Callable[[Part], Shaped[np.ndarray, "..."]]
 ) -> Shaped[np.ndarray, "..."]:
     """Returns a parameter of a checkpoint; `read` gives rows of its tensors."""
-    values = [read(part) for part in tensor.parts]
-    value = np.stack(values) if tensor.is_stacked else values[0]
+    value = read(tensor.parts[0])
+    if tensor.is_stacked:
+        # One part after the other, so that no more than one is held beside the parameter.
+        whole = np.empty(tensor.shape, value.dtype)
+        whole[0] = value
+        for index, part in enumerate(tensor.parts[1:], start=1):
+            value = read(part)
+            if value.dtype != whole.dtype:
+                whole = whole.astype(np.float32)  # which holds the numbers of all dtypes
+            whole[index] = value
+        return whole
     return value if tensor.order is None else tensor.order.read(value)
 
 
@@ -221,7 +241,8 @@ def taken_apart(
         for index, part in enumerate(tensor.parts):
             places.setdefault(part.name, []).append((name, index, part))
     last: tuple[str, np.ndarray] | None = None
-    for stored, found in sorted(places.items()):
+    # Those of one parameter follow each other, so that it is read once.
+    for stored, found in sorted(places.items(), key=lambda place: min(place[1])[:2]):
         rows = []
         for name, index, part in sorted(found, key=lambda place: place[2].start):
             if last is None or last[0] != name:

@@ -217,6 +217,10 @@ class Shelf:
         return out
 
 
+def linear(x: np.ndarray, w) -> np.ndarray:
+    return x @ w["kernel"].T + w.get("bias", 0.0)
+
+
 def expanded_heads(m: MLA, x: np.ndarray, a) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values of multi-head latent attention as DeepSeek-V2, section 2.1.2 and
     appendix C, has them, [R, T, H, D] each: a key and a value for every head, made of its latent.
@@ -224,9 +228,6 @@ def expanded_heads(m: MLA, x: np.ndarray, a) -> tuple[np.ndarray, np.ndarray, np
 
     def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
-
-    def linear(x: np.ndarray, w) -> np.ndarray:
-        return x @ w["kernel"].T + w.get("bias", 0.0)
 
     source = norm(linear(x, a["q_a"]), a["q_a_norm"]["scale"]) if m.q_lora_rank else x
     q = linear(source, a["q_b" if m.q_lora_rank else "q"])
@@ -257,6 +258,12 @@ class DenseModel:
             shelf.blocks[target] += shelf.blocks[source]
             shelf.blocks[source] = []
 
+    def mlp(self, layer, x: np.ndarray) -> np.ndarray:
+        """The MLP of a layer, given the layer's parameters."""
+        mlp = layer["mlp"]
+        gate = linear(x, mlp["gate"])
+        return linear(gate / (1 + np.exp(-gate)) * linear(x, mlp["up"]), mlp["down"])
+
     def forward(
         self, tokens: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
     ) -> list[np.ndarray]:
@@ -269,9 +276,6 @@ class DenseModel:
 
         def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
             return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + c.norm_eps) * scale
-
-        def linear(x: np.ndarray, w) -> np.ndarray:
-            return x @ w["kernel"].T + w.get("bias", 0.0)
 
         for i, shelf in enumerate(self.shelves):
             layer = p[f"layers_{i}"]
@@ -286,9 +290,7 @@ class DenseModel:
             out = np.nan_to_num(shelf.attend(rows, count, q, c.rope, c.scale))
             out = out[..., : c.mla.value_dim] if c.mla else out
             x = x + linear(out.reshape(*x.shape[:2], -1), a["o"])
-            h, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
-            gate = linear(h, mlp["gate"])
-            x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
+            x = x + self.mlp(layer, norm(x, layer["mlp_norm"]["scale"]))
         logits = (
             norm(x, p["norm"]["scale"])
             @ (p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]).T
