@@ -136,18 +136,23 @@ def _check_groups(fields: Fields, moe: MoE) -> None:
         raise fields.error("num_experts_per_tok", f"a token can reach only {most} experts")
 
 
+_ATTENTION = {
+    "q_a": "q_a_proj",
+    "q_a_norm": "q_a_layernorm",
+    "q_b": "q_b_proj",
+    "kv_a": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm",
+    "kv_b": "kv_b_proj",
+    "k_b": "k_b_proj",
+    "v_b": "v_b_proj",
+}
 _MODULES = {
-    ("attention", part): f"self_attn.{name}"
-    for part, name in {
-        "q_a": "q_a_proj",
-        "q_a_norm": "q_a_layernorm",
-        "q_b": "q_b_proj",
-        "kv_a": "kv_a_proj_with_mqa",
-        "kv_a_norm": "kv_a_layernorm",
-        "kv_b": "kv_b_proj",
-        "k_b": "k_b_proj",
-        "v_b": "v_b_proj",
-    }.items()
+    **{("attention", part): f"self_attn.{name}" for part, name in _ATTENTION.items()},
+    **{
+        ("moe", "shared", part): f"mlp.shared_experts.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+    ("moe",): "mlp.gate",  # with the bias by which experts are chosen
 }
 """k_b_proj and v_b_proj are rows of kv_b_proj, and names in messages alone."""
 
