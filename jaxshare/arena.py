@@ -17,15 +17,15 @@ from jaxshare.sharding import CyclicSharding
 
 Arenas = tuple[
     tuple[Float[Array, "K tokens D"], ...],
-    tuple[Float[Array, "K tokens D"], ...],
+    tuple[Float[Array, "K tokens _"], ...],
 ]
 """Keys and values of all layers."""
 
-Windows = tuple[tuple[Float[Array, "K N D"], ...], tuple[Float[Array, "K N D"], ...]]
+Windows = tuple[tuple[Float[Array, "K N D"], ...], tuple[Float[Array, "K N _"], ...]]
 """Keys and values of N tokens in all layers."""
 
-Angles = tuple[tuple[Float32[Array, " P"], Float32[Array, " P"]], ...]
-"""cos and sin by which the keys of each layer are rotated."""
+Angles = tuple[tuple[Float32[Array, " _"], Float32[Array, " _"]], ...]
+"""cos and sin by which the pairs of each layer's keys are rotated."""
 
 
 @runtime_checkable
@@ -203,7 +203,7 @@ def append_tokens(
     keys: Array,
     values: Array,
     k: Float[Array, "R T K D"],
-    v: Float[Array, "R T K D"],
+    v: Float[Array, "R T K _"],
     plan: Appends,
 ) -> tuple[Array, Array]:
     """One layer's arenas with new keys and values, the keys rotated; see `KVCache.append`."""

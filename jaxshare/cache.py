@@ -1,6 +1,7 @@
 """KVCache: the keys and values of all blocks, a frozen pytree; its transitions return new ones.
 
-Physically there is one arena [K, tokens, D] for keys and one for values in every layer. A block is
+Physically there is one arena [K, tokens, D] for keys and one for values in every layer, that of
+values with a D of 0 where a token's value is a part of its key (`CacheConfig`). A block is
 an extent of all arenas: offset, length, capacity. Its keys are rotated as though the block started
 at position `phase`, which is 0 for a block that was written from empty. So rows can list blocks in
 any order (Hogwild! Inference section 3.4: the query is rotated instead), and a block is cut in two
@@ -59,7 +60,7 @@ class KVCache:
     """
 
     keys: tuple[Float[Array, "K tokens D"], ...]
-    values: tuple[Float[Array, "K tokens D"], ...]
+    values: tuple[Float[Array, "K tokens _"], ...]
     offsets: Int32[Array, " B"]
     lengths: Int32[Array, " B"]
     capacities: Int32[Array, " B"]
@@ -125,13 +126,16 @@ class KVCache:
             )
         tokens += -tokens % CyclicSharding.over(mesh).period
         shape = config.num_kv_heads, tokens, config.head_dim
+        value_shape = *shape[:2], config.value_dim
         zeros = np.zeros(num_blocks, np.int32)
         if mesh is not None:
             sharding.check_shape("the cache", shape, ARENA, mesh)
         device = None if mesh is None else sharding.sharding(mesh, ARENA)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
-            values=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
+            values=tuple(
+                jnp.zeros(value_shape, dtype, device=device) for _ in range(config.num_layers)
+            ),
             offsets=jax.device_put(zeros),
             lengths=jax.device_put(zeros),
             capacities=jax.device_put(zeros),
@@ -173,7 +177,7 @@ class KVCache:
         return sum(a.shape[0] * a.shape[2] * a.dtype.itemsize for a in (*self.keys, *self.values))
 
     def append(
-        self, layer: int, k: Float[Array, "R T K D"], v: Float[Array, "R T K D"], plan: Appends
+        self, layer: int, k: Float[Array, "R T K D"], v: Float[Array, "R T K _"], plan: Appends
     ) -> "KVCache":
         """Writes one layer's new keys and values at the ends of the blocks that the rows write.
         Lengths change in `advance`.

@@ -1,4 +1,4 @@
-"""CacheConfig: what a cache needs to know of a model."""
+"""CacheConfig: what a cache keeps of each token, as a model's config says it."""
 
 from typing import Protocol
 
@@ -6,8 +6,13 @@ from jaxshare.rope import Rope
 
 
 class CacheConfig(Protocol):
-    """The part of a model's config that a cache needs: `layer_ropes` has a rotation for each layer
-    where they differ, and is empty where all have `rope`."""
+    """The part of a model's config that a cache needs.
+
+    `value_dim` is the size of a stored value: head_dim, or 0 where values are not stored because a
+    token's value is the part of its key that is not rotated (multi-head latent attention,
+    DeepSeek-V2 section 2.1). `layer_ropes` has a rotation for each layer where they differ, and is
+    empty where all have `rope`.
+    """
 
     @property
     def num_layers(self) -> int: ...
@@ -15,6 +20,8 @@ class CacheConfig(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
     @property
     def rope(self) -> Rope: ...
     @property

@@ -49,9 +49,9 @@ class Rope:
         return cls(_as_tuple(_base_frequencies(rotary_dim, theta)))
 
     @classmethod
-    def none(cls, rotary_dim: int) -> "Rope":
-        """No rotation, for layers without positions: every frequency is 0."""
-        return cls((0.0,) * (rotary_dim // 2))
+    def none(cls) -> "Rope":
+        """No rotation, for layers without positions."""
+        return cls(())
 
     @classmethod
     def linear(cls, rotary_dim: int, theta: float, factor: float) -> "Rope":

@@ -12,15 +12,15 @@ from jaxshare.rope import rotate
 def causal_attention(
     q: Float[Array, "R T H D"],
     k: Float[Array, "R T K D"],
-    v: Float[Array, "R T K D"],
+    v: Float[Array, "R T K _"],
     sinks: Float[Array, " H"] | None,
     config: ModelConfig,
     form: LayerForm,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Plain causal attention of one layer; token t is at position t.
 
     Args:
-      q, k, v: not rotated.
+      q, k, v: not rotated. With a last dim of 0, v is k without the entries that are rotated.
       sinks: as in `jaxshare.attention.block_attention`.
       config: of the model.
       form: of the layer.
@@ -28,7 +28,8 @@ def causal_attention(
     cos, sin = form.rope.cos_sin(jnp.arange(q.shape[1])[:, None])
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     softcap = config.attention_softcap
-    if sinks is None and not softcap:
+    v = v if v.shape[3] else k[..., form.rope.rotary_dim :]
+    if sinks is None and not softcap and v.shape == k.shape:
         window = (form.window - 1, 0) if form.window else None
         return jax.nn.dot_product_attention(
             q, k, v, scale=config.score_scale, is_causal=True, local_window_size=window

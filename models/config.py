@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshare.argument_checks import as_integer
-from jaxshare.models import llama, mixtral, olmoe, qwen, qwen_moe
+from jaxshare.models import deepseek, llama, mixtral, olmoe, qwen, qwen_moe
 from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
-FAMILIES = llama.FAMILIES | qwen.FAMILIES | qwen_moe.FAMILIES | mixtral.FAMILIES | olmoe.FAMILIES
+FAMILIES = (
+    llama.FAMILIES
+    | qwen.FAMILIES
+    | qwen_moe.FAMILIES
+    | mixtral.FAMILIES
+    | olmoe.FAMILIES
+    | deepseek.FAMILIES
+)
 
 _MAX_LAYERS = 10_000
 """More than any model has; each takes time to compile."""
@@ -161,8 +169,10 @@ class ModelConfig:
       layer_ropes: for each layer its rotation; empty where all have `rope`.
       rope_interleaved: the checkpoint rotates pairs (2 i, 2 i + 1); its rows are reordered when
         they are read.
-      moe: the mixture of experts of layers that have one.
       sparse_layers: for each layer whether it has experts; empty where none has.
+      mla: the sizes of multi-head latent attention, in models that have it. num_kv_heads is then 1,
+        and head_dim what a cache keeps of a token, `mla.cached_dim`.
+      moe: the mixture of experts of layers that have one.
     """
 
     architecture: str
@@ -197,8 +207,9 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     layer_ropes: tuple[Rope, ...] = ()
     rope_interleaved: bool = False
-    moe: MoE | None = None
     sparse_layers: tuple[bool, ...] = ()
+    mla: MLA | None = None
+    moe: MoE | None = None
 
     @classmethod
     def from_json(cls, source: Mapping[str, Any] | str | os.PathLike) -> "ModelConfig":
@@ -222,6 +233,11 @@ class ModelConfig:
                 "checkpoints"
             )
         return _from_fields(Fields(read_json(path), str(path)))
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a cached value (`jaxshare.cache_config.CacheConfig`)."""
+        return 0 if self.mla else self.head_dim
 
     def __repr__(self) -> str:
         """The fields, without those of other families: identities of saved files are made of it."""
@@ -303,6 +319,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
             "num_key_value_heads", f"it must divide num_attention_heads, {num_heads}"
         )
     _check_fixed(fields, num_layers)
+    rotary = specific.pop("rotary_dim", specific["head_dim"])
     max_positions = fields.positive("max_position_embeddings", int)
     config = ModelConfig(
         architecture=architecture,
@@ -314,7 +331,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
         norm_eps=fields.positive("rms_norm_eps", float),
         max_positions=max_positions,
         tie_embeddings=fields.take("tie_word_embeddings", bool, False),
-        **read_rope(fields, specific["head_dim"], max_positions, family.default_theta),
+        **read_rope(fields, rotary, max_positions, family.default_theta),
         **specific,
     )
     fields.finish(_NO_EFFECT)
@@ -325,9 +342,10 @@ def _architecture(fields: Fields) -> str:
     names = fields.take("architectures", list)
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in FAMILIES:
         raise fields.error("architectures", f"only {', '.join(FAMILIES)} are supported")
-    model_type = FAMILIES[names[0]].model_type
-    if fields.take("model_type", str, model_type) != model_type:
-        raise fields.error("model_type", f"for {names[0]} it must be {model_type}")
+    family = FAMILIES[names[0]]
+    types = family.model_type, *family.other_types
+    if fields.take("model_type", str, family.model_type) not in types:
+        raise fields.error("model_type", f"for {names[0]} it must be {' or '.join(types)}")
     return names[0]
 
 

@@ -8,16 +8,15 @@ import functools
 from collections.abc import Callable
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxshare import cpu
 from jaxshare.cpu import Implementation
 from jaxshare.models.config import LayerForm, ModelConfig
 from jaxshare.models.experts import MixtureOfExperts
+from jaxshare.models.latent_attention import LatentAttention
 from jaxshare.models.linear import Linear, projections
+from jaxshare.models.norm import RMSNorm
 from jaxshare.models.packed import GATE_UP, QKV, part_sizes
 
 Sinks = Float[Array, " H"] | None
@@ -28,35 +27,6 @@ AttendInLayer = Callable[
     Float[Array, "R T H D"],
 ]
 """(q, k, v, sinks) -> attention output; q and k are not rotated yet."""
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * scale over the last axis.
-
-    Computed in float32 and rounded before the scale, as the checkpoints expect.
-
-    Attributes:
-      eps: is added to the mean of squares.
-      implementation: "cpu", or None on a CPU, for one kernel.
-      adds_one: multiply by 1 + scale, and round after it (Gemma).
-    """
-
-    eps: float
-    implementation: Implementation = "xla"
-    adds_one: bool = False
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
-        init = nn.initializers.zeros if self.adds_one else nn.initializers.ones
-        scale = self.param("scale", init, (x.shape[-1],))
-        found = None if self.adds_one else cpu.rms_norm(x, scale, self.eps, self.implementation)
-        if found is not None:
-            return found
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        if self.adds_one:
-            return (wide * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
-        return scale.astype(x.dtype) * wide.astype(x.dtype)
 
 
 class Attention(nn.Module):
@@ -147,7 +117,7 @@ class Layer(nn.Module):
             out = out if c.norm_placement == "pre" else norm(name=f"{name}_post_norm")(out)
             return x + (out if c.residual_multiplier == 1 else out * c.residual_multiplier)
 
-        attention = Attention(*how, name="attention")
+        attention = (LatentAttention if c.mla else Attention)(*how, name="attention")
         x = added(x, "attention", lambda x: attention(x, attend))
         if c.moe is None or self.form is None or not self.form.is_sparse:
             return added(x, "mlp", MLP(*how, name="mlp"))

@@ -28,9 +28,10 @@ from jaxshare.models.cached_layer import run_layer
 from jaxshare.models.causal_attention import causal_attention
 from jaxshare.models.config import LayerForm, ModelConfig
 from jaxshare.models.decoder_layer import Attention as Attention
-from jaxshare.models.decoder_layer import Layer, RMSNorm, Sinks
+from jaxshare.models.decoder_layer import Layer, Sinks
 from jaxshare.models.linear import Linear, products
 from jaxshare.models.linear import product as product
+from jaxshare.models.norm import RMSNorm
 from jaxshare.rope import Rope
 from jaxshare.sharding import psum
 from jaxshare.trace.attention import TraceBatch, trace_attention
@@ -142,7 +143,7 @@ class Decoder(nn.Module):
     ) -> tuple[
         Float32[Array, "N A V"],
         tuple[Float[Array, "N T K D"], ...],
-        tuple[Float[Array, "N T K D"], ...],
+        tuple[Float[Array, "N T K _"], ...],
     ]:
         """Computes all that traces have fed in one parallel pass without a cache; differentiable.
 

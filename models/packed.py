@@ -13,18 +13,16 @@ from jaxshare.models.config import ModelConfig
 
 QKV, GATE_UP = "qkv", "gate_up"
 """The names of packed projections."""
-
-_PLACES = {QKV: "attention", GATE_UP: "mlp"}
-"""The modules of a layer that have them."""
+_MODULES = {QKV: "attention", GATE_UP: "mlp"}
+"""The module of a layer that each is in."""
 
 
 def part_sizes(config: ModelConfig) -> dict[str, dict[str, int]]:
     """The features of each part of each packed projection, in their order."""
     kv = config.num_kv_heads * config.head_dim
-    return {
-        QKV: {"q": config.num_heads * config.head_dim, "k": kv, "v": kv},
-        GATE_UP: {"gate": config.intermediate_size, "up": config.intermediate_size},
-    }
+    qkv = {QKV: {"q": config.num_heads * config.head_dim, "k": kv, "v": kv}}
+    gate_up = {GATE_UP: {"gate": config.intermediate_size, "up": config.intermediate_size}}
+    return gate_up if config.mla else qkv | gate_up
 
 
 def pack(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -48,7 +46,7 @@ def _packed_layer(layer: Any, config: ModelConfig) -> Any:
         return layer
     found = {name: {**module} for name, module in layer.items()}
     for name, sizes in part_sizes(config).items():
-        module = found.get(_PLACES[name])
+        module = found.get(_MODULES[name])
         if module is None:  # a layer with experts
             continue
         parts = [module.pop(part) for part in sizes]
@@ -71,7 +69,7 @@ def _parts(layer: Any, config: ModelConfig) -> Any:
         return layer
     found = {name: {**module} for name, module in layer.items()}
     for name, sizes in part_sizes(config).items():
-        module = found.get(_PLACES[name], {})
+        module = found.get(_MODULES[name], {})
         whole, start = module.pop(name, None), 0
         for part, size in sizes.items() if whole else ():
             module[part] = {key: value[start : start + size] for key, value in whole.items()}

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from jaxshare.models.config import ModelConfig
+from jaxshare.models.config import FAMILIES, ModelConfig
 from jaxshare.models.config_fields import cut, first_line, read_json
 from jaxshare.models.tensor_names import (
     ExpectedTensor,
@@ -210,7 +210,12 @@ def match_tensors(
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Returns True for rope frequencies, which config.json gives, and for a tied head."""
+    """Returns True for rope frequencies, which config.json gives, for a tied head, and for layers
+    after the last that predict later tokens, in families that have them."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    is_later = layer is not None and int(layer[1]) >= config.num_layers
+    if is_later and FAMILIES[config.architecture].predicts_later_tokens:
+        return True
     return name.endswith(".rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_embeddings
     )
@@ -324,8 +329,12 @@ def read_tensors(
 
         def read(part: Part) -> np.ndarray:
             with _open(stored[part.name].file) as tensors:
-                whole = tensors.get_slice(part.name)
-                value = whole[part.start : part.stop]
+                if part.groups == 1:
+                    value = tensors.get_slice(part.name)[part.start : part.stop]
+                else:
+                    whole = tensors.get_tensor(part.name)
+                    groups = whole.reshape(part.groups, -1, *whole.shape[1:])
+                    value = groups[:, part.start : part.stop].reshape(-1, *whole.shape[1:])
             bar.update(value.nbytes)
             return value
 

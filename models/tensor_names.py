@@ -16,6 +16,7 @@ from jaxtyping import Shaped
 
 from jaxshare.models.config import FAMILIES, ModelConfig
 from jaxshare.models.layers import Decoder
+from jaxshare.models.mla import MLA
 from jaxshare.models.packed import part_sizes
 
 _MODULES = {
@@ -45,12 +46,15 @@ class Part:
       name: of the tensor.
       shape: of the whole tensor.
       start, stop: the rows.
+      groups: the tensor's rows are so many groups of the same size, and `start` and `stop` are rows
+        of each.
     """
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    groups: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +62,14 @@ class RowOrder:
     """The order of the rows of a projection to heads whose checkpoint rotates pairs (2 i, 2 i + 1).
 
     Attributes:
-      head_dim, rotary_dim: rows of a head, and how many of them, the first ones, are rotated.
+      head_dim: rows of a head.
+      rotary_dim: how many of them are rotated.
+      start: the first of those.
     """
 
     head_dim: int
     rotary_dim: int
+    start: int = 0
 
     def read(self, value: Shaped[np.ndarray, "rows ..."]) -> Shaped[np.ndarray, "rows ..."]:
         """Rows in the order of this library, whose pairs are (i, i + rotary_dim / 2)."""
@@ -73,8 +80,9 @@ class RowOrder:
         return self._ordered(value, np.argsort(self._order()))
 
     def _order(self) -> np.ndarray:
-        rotated, rest = np.arange(self.rotary_dim), np.arange(self.rotary_dim, self.head_dim)
-        return np.concatenate([rotated[::2], rotated[1::2], rest])
+        rows, stop = np.arange(self.head_dim), self.start + self.rotary_dim
+        before, rotated, after = rows[: self.start], rows[self.start : stop], rows[stop:]
+        return np.concatenate([before, rotated[::2], rotated[1::2], after])
 
     def _ordered(self, value: np.ndarray, order: np.ndarray) -> np.ndarray:
         heads = value.reshape(-1, self.head_dim, *value.shape[1:])
@@ -155,9 +163,9 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], tuple[in
 
 def _located(config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...]) -> ExpectedTensor:
     """The parameter with this path, and its place in a checkpoint."""
-    order = None
-    if config.rope_interleaved and path[-2] in ("q", "k"):
-        order = RowOrder(config.head_dim, config.rope.rotary_dim)
+    order = _row_order(config, path[-2]) if config.rope_interleaved else None
+    if config.mla and path[-2] in ("k_b", "v_b"):
+        return ExpectedTensor(path, shape, (_part_of_kv_b(config, config.mla, path, shape),))
     fused = FAMILIES[config.architecture].fused
     for name, sizes in part_sizes(config).items():
         if name in fused and path[-2] in sizes:
@@ -173,6 +181,27 @@ def _located(config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...])
         parts = tuple(Part(each, shape[1:], 0, shape[1]) for each in names)
         return ExpectedTensor(path, shape, parts, is_stacked=True)
     return ExpectedTensor(path, shape, (Part(name, shape, 0, shape[0]),), order=order)
+
+
+def _row_order(config: ModelConfig, module: str) -> RowOrder | None:
+    """The order of the rows of a projection whose heads are rotated; None for others."""
+    rotary_dim, mla = config.rope.rotary_dim, config.mla
+    if mla and module in ("q", "q_b"):
+        return RowOrder(mla.query_dim, rotary_dim, mla.nope_dim)
+    if mla and module == "kv_a":
+        return RowOrder(mla.cached_dim, rotary_dim, mla.kv_lora_rank)
+    return RowOrder(config.head_dim, rotary_dim) if module in ("q", "k") else None
+
+
+def _part_of_kv_b(
+    config: ModelConfig, mla: MLA, path: tuple[str, ...], shape: tuple[int, ...]
+) -> Part:
+    """The rows of a checkpoint's kv_b_proj that are k_b or v_b: of each head those that make its
+    key, and then those that make its value."""
+    name = tensor_name((*path[:-2], "kv_b", path[-1]), config)
+    size, first = mla.nope_dim + mla.value_dim, path[-2] == "k_b"
+    start, stop = (0, mla.nope_dim) if first else (mla.nope_dim, size)
+    return Part(name, (config.num_heads * size, *shape[1:]), start, stop, config.num_heads)
 
 
 def stored_shapes(expected: Mapping[str, ExpectedTensor]) -> dict[str, tuple[int, ...]]:
@@ -215,10 +244,12 @@ def taken_apart(
     # Those of one parameter follow each other, so that it is read once.
     for stored, found in sorted(places.items(), key=lambda place: min(place[1])[:2]):
         rows = []
-        for name, index, _ in sorted(found, key=lambda place: place[2].start):
+        for name, index, part in sorted(found, key=lambda place: place[2].start):
             if last is None or last[0] != name:
                 last = name, values(name)
             tensor, value = expected[name], last[1]
             value = value[index] if tensor.is_stacked else value
-            rows.append(value if tensor.order is None else tensor.order.written(value))
-        yield stored, rows[0] if len(rows) == 1 else np.concatenate(rows)
+            value = value if tensor.order is None else tensor.order.written(value)
+            rows.append(value.reshape(part.groups, -1, *value.shape[1:]))
+        whole = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+        yield stored, whole.reshape(found[0][2].shape)

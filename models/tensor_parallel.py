@@ -32,18 +32,24 @@ _KERNELS: Mapping[str, LogicalAxes] = {
     "q": ("heads", None),
     "k": ("kv_heads", None),
     "v": ("kv_heads", None),
+    "q_b": ("heads", None),
+    "k_b": ("heads", None),
+    "v_b": ("heads", None),
     "o": (None, "heads"),
     "gate": ("mlp", None),
     "up": ("mlp", None),
     "down": (None, "mlp"),
     "head": ("vocab", None),
     "embed": ("vocab", None),
+    "sinks": ("heads",),
 }
 
 
 def logical_axes(path: ParamPath, config: ModelConfig, mesh: Mesh) -> LogicalAxes:
     """Returns the logical names of a parameter's dimensions in a model on a mesh."""
     *_, parent, module, leaf = "", *path
+    if leaf in _KERNELS:
+        return _KERNELS[leaf]
     names = _KERNELS.get(module, (None, None))
     names = names if leaf in ("kernel", "embedding") else names[:1]
     if parent != "moe" or module not in ("gate", "up", "down"):
@@ -127,7 +133,7 @@ class ShardedDecoder:
     ) -> tuple[
         Float32[Array, "N A V"],
         tuple[Float[Array, "N T K D"], ...],
-        tuple[Float[Array, "N T K D"], ...],
+        tuple[Float[Array, "N T K _"], ...],
     ]:
         """Runs `Decoder.encode` on every device.
 

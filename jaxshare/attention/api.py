@@ -88,7 +88,7 @@ def block_attention(
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Attention of each row's new tokens over the blocks that its layout lists, in its order.
 
     A token sees all of every block listed before its own, this pass's appends included, and its own
@@ -98,7 +98,8 @@ def block_attention(
     Args:
       q: [R, T, H, D], not rotated; H is a multiple of K.
       keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them
-        (`KVCache.append`).
+        (`KVCache.append`). Values may have a last dim of 0: a token's value is then its key
+        without the rotated entries.
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
       softcap: scores are softcap * tanh(score / softcap); 0 leaves them as they are.
@@ -109,7 +110,8 @@ def block_attention(
         elsewhere. The next is tried only where one raises NotImplementedError.
 
     Returns:
-      Attention in q's dtype. Rows and tokens that are not real are finite and mean nothing.
+      Attention in q's dtype, [R, T, H, D]; [R, T, H, D - 2 P] where values are a part of keys.
+      Rows and tokens that are not real are finite and mean nothing.
 
     Raises:
       ValueError: shapes that do not fit, or no such backend.
@@ -135,13 +137,15 @@ def _check_shapes(q: Array, keys: Array, values: Array, plan: Plan) -> None:
         )
     if (
         keys.ndim != 3
-        or keys.shape != values.shape
+        or keys.shape[:2] != values.shape[:2]
+        or values.shape[2:] not in ((0,), keys.shape[2:])
         or keys.shape[2] != q.shape[3]
         or q.shape[2] % keys.shape[0]
     ):
         raise ValueError(
-            f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape, with K "
-            f"dividing {q.shape[2]} heads; got {keys.shape} and {values.shape}"
+            f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape (or values "
+            f"with a last dim of 0), with K dividing {q.shape[2]} heads; got {keys.shape} and "
+            f"{values.shape}"
         )
 
 

@@ -20,12 +20,12 @@ _FINE = 1024
 def reference_attention(
     q: Float[Array, "R T H D"],
     keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Attention of queries that are not rotated over arenas that hold this pass's keys and values
     already, in q's dtype.
 
@@ -37,6 +37,7 @@ def reference_attention(
             "it reads whole blocks, and here each device keeps a part of them"
         )
     kv_heads, tokens, _ = keys.shape
+    values = values if values.shape[2] else keys[..., plan.rope.rotary_dim :]
     rows, width, heads, dim = q.shape
     entry = jnp.arange(tokens)
     out = []
@@ -85,7 +86,7 @@ def reference_attention(
         mixed = jnp.einsum(
             "kgts,ksd->kgtd", weights[..., :tokens], values.astype(jnp.float32), precision="highest"
         )
-        out.append(mixed.reshape(heads, width, dim).swapaxes(0, 1))
+        out.append(mixed.reshape(heads, width, values.shape[2]).swapaxes(0, 1))
     return jnp.stack(out).astype(q.dtype)
 
 

@@ -38,14 +38,18 @@ more, iterations over all rows would make a pass quadratic in them."""
 def xla_attention(
     q: Float[Array, "R T H D"],
     keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Attention of queries that are not rotated over arenas that hold this pass's keys and values
     already, in q's dtype."""
+    # Where values are a part of keys, whole keys are weighted and the sums of rotated entries left
+    # out at the end: that costs less than a copy of a part of every key.
+    first = 0 if values.shape[2] else 2 * plan.query_cos.shape[-1]
+    values = values if values.shape[2] else keys
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
     grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
@@ -59,7 +63,7 @@ def xla_attention(
             sink_part(sinks.reshape(kv_heads, 1, 1, -1), *parts[0], plan.token_sharding.axis)
         )
     out = merge_over(plan.token_sharding.axis, *merge(*parts))  # [K, R, T, G, D]
-    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape).astype(q.dtype)
+    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)[..., first:].astype(q.dtype)
 
 
 @jax.tree_util.register_dataclass

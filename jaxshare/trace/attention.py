@@ -138,26 +138,28 @@ def trace_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "N T H D"]:
+) -> Float[Array, "N T H _"]:
     """Attention of all tokens of traces at once, each over what it saw, where that was then.
     Differentiable in q, k and v.
 
     The backward pass computes chunks and tiles again, so its memory, too, grows with T alone.
 
     Args:
-      q: [N, T, H, D], k, v: [N, T, K, D], not rotated; H is a multiple of K.
+      q: [N, T, H, D], k, v: [N, T, K, D], not rotated; H is a multiple of K. Values may have a
+        last dim of 0: a token's value is then its key without the rotated entries.
       batch: of the traces.
       rope: of queries and keys.
       window: tokens that a token sees, itself included, by their places; 0 for all.
       scale, softcap, sinks: as in `jaxshare.attention.block_attention`.
 
     Returns:
-      Attention in q's dtype; 0 for padding.
+      Attention in q's dtype, with the last dim of the values; 0 for padding.
 
     Raises:
       ValueError: shapes that do not fit the batch.
     """
     _check_shapes(q, k, v, batch)
+    v = v if v.shape[3] else k[..., rope.rotary_dim :]
     # Values that are not finite must not reach tokens that do not see them, as in a cache.
     k, v = make_finite(k), make_finite(v)
     tables = rope.cos_sin(batch.placement_indices)
@@ -176,20 +178,22 @@ def trace_attention(
     )
     form = _Form(rope, window, q.shape[3] ** -0.5 if scale is None else scale, softcap)
     out = jax.lax.map(jax.checkpoint(lambda chunk: _attend(chunk, tiles, form, sinks)), chunks)
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+    return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[3])
 
 
 def _check_shapes(q: Array, k: Array, v: Array, batch: TraceBatch) -> None:
     if (
         q.shape[:2] != batch.shape
-        or k.shape != v.shape
+        or k.shape[:3] != v.shape[:3]
+        or v.shape[3:] not in ((0,), k.shape[3:])
         or k.shape[:2] != batch.shape
         or q.shape[2] % k.shape[2]
         or q.shape[1] % CHUNK
     ):
         raise ValueError(
-            f"q must be [N, T, H, D] and k and v [N, T, K, D] with N, T = {batch.shape}, T a "
-            f"multiple of {CHUNK} and K dividing H; got {q.shape}, {k.shape} and {v.shape}"
+            f"q must be [N, T, H, D] and k and v [N, T, K, D] (or v with a last dim of 0) with "
+            f"N, T = {batch.shape}, T a multiple of {CHUNK} and K dividing H; got {q.shape}, "
+            f"{k.shape} and {v.shape}"
         )
 
 
@@ -203,7 +207,7 @@ class _Chunk(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """S placements of one block of each trace: keys (rotated) and values [N, S, K, D], block [N],
+    """S placements of one block of each trace: keys (rotated) and values [N, S, K, _], block [N],
     indices, starts and ends [N, S]."""
 
     keys: Array
@@ -245,8 +249,8 @@ def _attend(chunk: _Chunk, tiles: _Tile, form: _Form, sinks: Array | None) -> Ar
             lambda: carry,
         ), None
 
-    traces, width, heads, dim = chunk.q.shape
-    kv_heads = tiles.keys.shape[3]
+    traces, width, heads, _ = chunk.q.shape
+    kv_heads, dim = tiles.values.shape[-2:]
     empty = traces, kv_heads, heads // kv_heads, width
     start = jnp.full(empty, _LOWEST), jnp.zeros(empty), jnp.zeros((*empty, dim))
     (top, total, mixed), _ = jax.lax.scan(add, start, tiles)
@@ -256,7 +260,7 @@ def _attend(chunk: _Chunk, tiles: _Tile, form: _Form, sinks: Array | None) -> Ar
         keep = jnp.exp(top - high)
         total, mixed = total * keep + jnp.exp(score - high), mixed * keep[..., None]
     out = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.moveaxis(out, 3, 1).reshape(chunk.q.shape).astype(chunk.q.dtype)
+    return jnp.moveaxis(out, 3, 1).reshape(traces, width, heads, dim).astype(chunk.q.dtype)
 
 
 def _added(
@@ -302,7 +306,7 @@ def _laid_out(x: Array, batch: TraceBatch) -> Array:
 def fill(
     cache: KVCache,
     keys: Sequence[Float[Array, "T K D"]],
-    values: Sequence[Float[Array, "T K D"]],
+    values: Sequence[Float[Array, "T K _"]],
     tokens: Int[Array, " X"],
     indices: Int[Array, " X"],
     offsets: Int[Array, " X"],

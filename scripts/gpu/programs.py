@@ -106,6 +106,10 @@ class Shape(NamedTuple):
     rope: Rope
     layer_ropes: tuple[Rope, ...] = ()
 
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
 
 Traced = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 """A function and the shapes of its arguments."""

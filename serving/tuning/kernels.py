@@ -85,6 +85,11 @@ class KernelShape:
         return 1
 
     @property
+    def value_dim(self) -> int:
+        """The size of a value, that of a key."""
+        return self.head_dim
+
+    @property
     def layer_ropes(self) -> tuple[Rope, ...]:
         return ()
 

@@ -33,7 +33,7 @@ class Shape:
     alignment: int = 1
 
     num_layers = 1
-    head_dim = 8
+    head_dim = value_dim = 8
 
     @property
     def num_kv_heads(self) -> int:

@@ -48,6 +48,10 @@ class Heads:
         return self.num_kv_heads * self.group
 
     @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
     def rope(self) -> Rope:
         return Rope.default(self.head_dim, THETA) if self.rotated else Rope(())
 
