@@ -25,6 +25,11 @@ def part_sizes(config: ModelConfig) -> dict[str, dict[str, int]]:
     return gate_up if config.mla else qkv | gate_up
 
 
+def kv_modules(config: ModelConfig) -> tuple[str, ...]:
+    """The modules whose parameters are those of kv heads, one head after the other."""
+    return ("k", "v", "k_norm") if config.qk_norm_whole else ("k", "v")
+
+
 def pack(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """Packs the projections of every layer.
 
@@ -69,7 +74,7 @@ def _parts(layer: Any, config: ModelConfig) -> Any:
         return layer
     found = {name: {**module} for name, module in layer.items()}
     for name, sizes in part_sizes(config).items():
-        module = found.get(_PLACES[name], {})
+        module = found.get(_MODULES[name], {})
         whole, start = module.pop(name, None), 0
         for part, size in sizes.items() if whole else ():
             module[part] = {key: value[start : start + size] for key, value in whole.items()}
