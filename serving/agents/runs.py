@@ -14,7 +14,7 @@ from jaxshare.deprecated import renamed
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.channels import Channel, Children
 from jaxshare.serving.agents.compiler import program
-from jaxshare.serving.agents.compiler.frames import shared
+from jaxshare.serving.agents.compiler.duplicates import shared
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
 from jaxshare.serving.agents.message_list import HANDLES, MessageList
@@ -211,6 +211,7 @@ class Firing:
       recorded: what the code has read of clocks and random numbers, as (function, value).
       readings: in a replay, what it read then and has not read again.
       is_beyond: whether a replay goes on where its record ends.
+      is_bound: whether the agent has awaited asyncio outside a tool, which is not done again.
       children: of the path that the code is on.
       dialogue: the agent's own, as the code that is running found it; `own` is it as a value, once
         the code has asked for that.
@@ -226,6 +227,7 @@ class Firing:
     recorded: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     readings: deque[tuple[str, Any]] | None = None
     is_beyond: bool = False
+    is_bound: bool = False
     children: Children | None = None
     dialogue: tuple[Message, ...] = ()
     own: MessageList | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from jaxshare.argument_checks import as_float
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.keeping import BEGINNING, Past
 from jaxshare.serving.agents.requests import (
     ChildNext,
     ChildResult,
@@ -48,13 +49,14 @@ class State:
       fired: number of its firings.
       times: start and end of the firing that led to it, in seconds since the runtime's start.
       frame: a copy of the agent's variables and position in its code, if the state may be fired
-        again and one can be made.
+        again and one can be made and is worth it; see `jaxshare.serving.agents.keeping`.
       arrived: the outcome of a wait for another agent, once there.
       restored: how the parent was restored for the firing that led here: "original" (its own
-        frame went on), "copy" or "replay"; "" for the first state.
+        frame went on), "copy" or "replay" (by its record); "" for the first state.
       course: the code that waits here, a `jaxshare.serving.agents.courses.Course`, until a firing has taken it.
       context: its context variables, for copies.
       is_uncopied: whether its frame cannot be copied.
+      past: what the path to it has copied and awaited.
       is_followed: whether the agent's own code has not gone on in the firing that led here.
       given: the value or the error that the firing gave to the agent, and its own dialogue then,
         for replays.
@@ -85,6 +87,7 @@ class State:
     course: Any = dataclasses.field(default=None, repr=False)
     context: contextvars.Context | None = dataclasses.field(default=None, repr=False)
     is_uncopied: bool = False
+    past: Past = BEGINNING
     is_followed: bool = False
     given: tuple[Any, BaseException | None, tuple[Message, ...]] = (None, None, ())
     events: list[Any] = dataclasses.field(default_factory=list, repr=False)
@@ -137,8 +140,8 @@ class State:
     def variables(self) -> Mapping[str, Any]:
         """A read-only view of the agent's variables.
 
-        There are none once a state has been fired that is not kept: it cannot be copied, or its
-        supervisor fires it once.
+        There are none once a state has been fired of which there is no copy: it has none, or is
+        kept by its record, or its supervisor fires it once.
         """
         held = self.frame
         if held is None:

@@ -27,6 +27,7 @@ from jaxshare.serving.agents import (
     agent,
 )
 from jaxshare.serving.agents.journal import Journal
+from tests.serving.agents.python_oracle import copy_some
 
 _BRANCHES: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar(
     "branches", default=None
@@ -429,6 +430,16 @@ def test_every_path_finds_its_children_as_they_were(program, late, restore):
     paths = paths_of(done)
     assert len(paths) >= 2 and len({tuple(branches) for branches, _ in paths}) == len(paths)
     for branches, state in paths:
+        assert state.error is None, (branches, repr(state.error))
+        assert state.value == native(program, [*branches]), branches
+
+
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_children_are_found_by_paths_of_which_few_states_have_copies(program, every, monkeypatch):
+    copy_some(monkeypatch, every)
+    done = asyncio.run(Runtime(Model()).run(agent(program).under(Each(2))))
+    for branches, state in paths_of(done):
         assert state.error is None, (branches, repr(state.error))
         assert state.value == native(program, [*branches]), branches
 
