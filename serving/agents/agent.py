@@ -79,6 +79,13 @@ class Agent:
         """The file with the function."""
         return self.function.__code__.co_filename
 
+    def is_same_as(self, other: "Agent") -> bool:
+        """True for an agent of the same function, under any supervisor, or of a later copy of it."""
+        return (self.file, self.function.__qualname__) == (
+            other.file,
+            other.function.__qualname__,
+        )
+
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises a TypeError for arguments that do not fit the function."""
         bound_arguments(self.name, self.signature, args, kwargs)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -263,13 +264,16 @@ def keep_frame(run: AgentRun, state: State) -> None:
     assert program is not None
     waits, past, forced = len(state.path), state.past, run.agent.restore == "copy"
     limit = None if forced else past.limit(waits, can_begin=run.arguments is not None)
+    recall = functools.partial(run.runtime.recall, run, state)
     if limit == 0:
+        state.recall = recall
         return
     course.code.frame.beside = course.held
     state.past = past.without_copy(waits)
     try:
         state.frame = snapshot(course.code.frame, program, strict=not forced, limit=limit)
     except CostlyError:
+        state.recall = recall
         return
     except UncopyableError:
         if forced:

@@ -8,7 +8,7 @@ import contextvars
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxshare.argument_checks import shown
@@ -50,7 +50,7 @@ def taken(
       again: whether another firing has gone on with the coroutine that the state waits for.
 
     Raises:
-      DivergedError, UncopyableError: see `replayed`.
+      DivergedError, UncopyableError: see `_run_again`.
     """
     if not again and now.path[-1] == 0 and (course := state.course) is not None:
         # The first firing, however late its outcome is: so which path goes on does not depend on
@@ -70,8 +70,26 @@ def taken(
             f"agent {run.agent.name} waits in line {state.line} in a coroutine, which cannot be "
             'copied; leave restore="copy" out, or wait in the agent itself'
         )
+    return _replayed(run, state, now, children)
+
+
+def recalled(run: AgentRun, state: State) -> Mapping[str, Any]:
+    """The variables of a state, by its record.
+
+    Raises:
+      DivergedError: see `_run_again`.
+    """
+    now = Firing(run.runtime, run, state.path, state.branch)
+    course, _ = _replayed(run, state, now, Children(state.positions, is_copy=True))
+    return course.code.variables
+
+
+def _replayed(
+    run: AgentRun, state: State, now: Firing, children: Children
+) -> tuple[Course, Reached | Returned | None]:
+    """The course of `_run_again`, whose error says what would do where copies would."""
     try:
-        return replayed(run, state, now, children)
+        return _run_again(run, state, now, children)
     except DivergedError as error:
         if run.agent.program is None or state.is_uncopied:
             raise
@@ -80,7 +98,7 @@ def taken(
         ) from error.__cause__
 
 
-def replayed(
+def _run_again(
     run: AgentRun, state: State, now: Firing, children: Children
 ) -> tuple[Course, Reached | Returned | None]:
     """Runs an agent to a state, with the outcomes that led there.
@@ -108,7 +126,7 @@ def replayed(
     steps.reverse()
     course = _beginning(run, first, children, is_native)
     # What runs beyond the record is a part of this firing.
-    again = Firing(now.runtime, run, now.path, events=now.events, recorded=now.recorded)
+    again = Firing(now.runtime, run, now.path, now.branch, events=now.events, recorded=now.recorded)
     again.replays, again.readings, at = deque(), deque(), None
     parts = _parts(steps)
     for step, passed in parts:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxshare.serving.agents.courses import Course, Reached
 from jaxshare.serving.agents.errors import EndedError
 from jaxshare.serving.agents.firings import answered
+from jaxshare.serving.agents.places import branch_after
 from jaxshare.serving.agents.requests import REQUESTS, Tool
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import State
@@ -30,7 +31,8 @@ def tidy(runtime: Host, run: AgentRun) -> None:
         if state.waiting is None or runtime.desk.is_paused:  # a pause is not the end of a path
             _close(course)
             continue
-        now = Firing(runtime, run, (*state.path, -1), dialogue=state.own_dialogue)
+        branch = branch_after(state.branch, len(state.path), -1)
+        now = Firing(runtime, run, (*state.path, -1), branch, dialogue=state.own_dialogue)
         reached = _went(course, now, None, asyncio.CancelledError())
         if reached is not None:
             runtime.keep_task(_tidied(course, now, reached, state))

@@ -187,8 +187,10 @@ def _object(value: Any, kind: type, memo: dict[Any, Any]) -> Any:
         raise TypeError("weak references refer to it")
     if isinstance(value, functools._lru_cache_wrapper) and not _is_importable(value):
         raise TypeError("all copies would share the functools.cache; define it outside")
-    size = value.nbytes if isinstance(value, np.ndarray) else len(value) if kind is bytearray else 0
-    _charge(memo, _OF_INSTANCE + size // _BYTES)
+    if isinstance(value, np.ndarray | bytearray):
+        size = len(value) if isinstance(value, bytearray) else value.nbytes
+        _charge(memo, size // _BYTES)
+    _charge(memo, _OF_INSTANCE)
     if (own := getattr(value, "__deepcopy__", None)) is not None:
         memo[id(value)] = made = own(memo)
         return made

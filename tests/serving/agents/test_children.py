@@ -649,3 +649,27 @@ def test_native_runs_are_what_they_seem():
     """The oracle by itself: answers differ between branches, and reach the value."""
     values = [native(conversation, [*branches]) for branches in itertools.product((0, 1), repeat=4)]
     assert len({repr(value) for value in values}) >= 8
+
+
+@agent
+async def echoes(word):
+    return await agents.llm(word)
+
+
+async def makes_agents():
+    @agent
+    async def local(word):
+        return await agents.llm(word)
+
+    one, other = agents.spawn(local, "a"), agents.spawn(echoes.under(Each(1)), "b")
+    said = await agents.llm("c")
+    return said, await one, await other
+
+
+@pytest.mark.parametrize("restore", [None, "replay"])
+def test_a_replay_meets_the_children_of_agents_that_it_makes_anew(restore, monkeypatch):
+    copy_some(monkeypatch, None)
+    made = agent(restore=restore)(makes_agents).under(Each(2))
+    done = asyncio.run(Runtime(Model()).run(made))
+    values = {tuple(branches): state.value for branches, state in paths_of(done)}
+    assert values == {(n,): (answer("c", n), answer("a", 0), answer("b", 0)) for n in range(2)}

@@ -300,3 +300,24 @@ def test_paths_that_part_at_the_start_alone_copy_nothing_else(supervisor):
     assert len([state for state in states if state.finished]) == 3
     kept = [state.path for state in states if state.frame is not None and not state.ended]
     assert kept == [()]
+
+
+def test_a_state_that_is_kept_by_its_record_has_variables():
+    told = []
+
+    async def tells(waits, records):
+        held, number = [[] for _ in range(records)], -1
+        for number in range(waits):
+            held[number].append(await llm("a"))
+            told.append(number)
+        return held[0]
+
+    done, states = states_of(Follows(1), agent(tells), 3, RECORDS)
+    assert told == [0, 1, 2, 0, 1, 2]
+    kept = [state for state in states if state.asks_model and not any(state.path)]
+    assert len(kept) == 3 and not any(state.course or state.frame for state in kept)
+    for state in kept:
+        number, found = len(state.path) - 1, state.variables
+        assert found["number"] == number and found["waits"] == 3
+        assert found["held"][: number + 1] == [["a0"]] * number + [[]]
+    assert len(states) == len(done.states) == 5 + 3
