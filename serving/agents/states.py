@@ -67,6 +67,7 @@ class State:
       recorded: what the firing has read of clocks and random numbers, for replays.
       children: the children as the path to it sees them, and `positions` its place with each.
       stands_for: the state at whose wait the agent is, if a supervisor has made this one of it.
+      end_error: the error that its code raised when it was ended here, which changes nothing else.
       branch: of its path; see `jaxshare.serving.agents.places`.
     """
 
@@ -99,6 +100,7 @@ class State:
     children: Any = dataclasses.field(default=None, repr=False)
     positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     stands_for: "State | None" = dataclasses.field(default=None, repr=False)
+    end_error: BaseException | None = None
     branch: str = dataclasses.field(default=places.FIRST, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -153,10 +155,11 @@ class State:
         supervisor fires it once. Those of a state that is kept by its record are made again, which
         takes as long as to fire it again; a DivergedError says that they cannot be.
         """
-        held: Mapping[str, Any] | None = self.frame
-        if held is None and self.course:
+        if self.frame is not None:
+            held: Mapping[str, Any] = self.frame
+        elif self.course:
             held = self.course.code.variables
-        elif held is None:
+        else:
             held = self.recall() if self.recall else {}
         return types.MappingProxyType(
             {name: value for name, value in held.items() if "." not in name}
