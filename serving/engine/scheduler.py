@@ -306,7 +306,8 @@ class Scheduler:
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
         self.metrics.ran("decode", result.passes)
-        self.output.payoff.ran(len(rows), self.kv.speeds.last_pass_seconds)
+        is_crowded = all(self.rows) and len(self.queue) > 0
+        self.output.payoff.ran(len(rows), self.kv.speeds.last_pass_seconds, is_crowded)
         for row in rows:
             length = int(result.lengths[row.block])
             row.extent.length += length - row.length

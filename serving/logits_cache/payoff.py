@@ -2,36 +2,47 @@
 
 A replayed token spares its row's part of a pass. The cost is the largest logits of every token that
 is computed, and the host's time. How many tokens are replayed depends on the agent and its
-temperature, so that is counted from its recent requests; seconds are measured. Where the balance is
-negative requests are left by themselves, but for those of a few states, from which a change shows.
+temperature. That is known from tokens alone, without anything being kept: see
+`jaxshare.serving.logits_cache.evidence`. So a kind of requests begins without the cache, and is
+kept once its outputs show that replays would have spared clearly more than they cost; then what
+replays give is counted as well. Hotspots go further than tokens tell, so a few states are tried.
 """
 
 import collections
 import contextlib
 import dataclasses
 import functools
+import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxshare.decoding.top_logits import compress_logits
+from jaxshare.serving.logits_cache.evidence import Evidence, Watched
 
-_TRIALS = 8
-"""Requests before any is left by itself."""
+_REPEATS = 2
+"""Requests whose state had an output before, until a kind is known."""
+_MARGIN = 2.0
+"""Times the cost that has to be spared. The cost is measured apart from a pass, which hides some."""
+_TRIED_STATES, _RETRIED_STATES = 8, 64
+"""One state of so many is tried until hotspots were measured twice, and from then on."""
 _TRIED_DRAFTS = 3
 """Passes over drafts before there may be no more. They often do not pay where passes are short."""
-_RETRIED = 64
-"""One state of so many is always tried."""
+_RETRIED_DRAFTS = 64
+"""One lookup of so many may always draft."""
 _WEIGHT = 0.1
 """Of the latest number in a moving average, once there are more numbers than its inverse."""
 _MAX_KEYS = 1024
 REPEATS = 32
 """Times that the largest logits are found for a measurement."""
-_FEW_ROWS = 1.5
-"""Rows in a dispatch, on average, below which a row that is spared spares its whole pass."""
+_TIMES, _FEWEST_TIMES = 9, 3
+"""Times of which the median is taken, at most and at least."""
+_LONGER = 1.5
+"""Times that a pass with the others takes longer than one without, where it pays to follow: one that
+follows waits for the end of a dispatch in which it has parted, in the mean for half of its passes."""
 
 
 @dataclasses.dataclass
@@ -46,18 +57,37 @@ class _Mean:
         self.value += max(_WEIGHT, 1 / self.count) * (number - self.value)
 
 
-def _add_seconds(mean: _Mean, seconds: float) -> None:
-    """Adds a time. The first one compiles, so less is believed at once, and more bit by bit."""
-    mean.add(min(seconds, 2 * mean.value or seconds))
-    if seconds < mean.value:
-        mean.value = seconds
+class _Seconds:
+    """The median of recent times: the first ones compile, and any one may be held up."""
+
+    def __init__(self) -> None:
+        self._times: collections.deque[float] = collections.deque(maxlen=_TIMES)
+
+    @property
+    def value(self) -> float:
+        """The median; 0 until there are some."""
+        return statistics.median(self._times) if len(self._times) >= _FEWEST_TIMES else 0.0
+
+    def add(self, seconds: float) -> None:
+        self._times.append(seconds)
 
 
 class _Rate:
-    """Tokens of the recent requests of one kind: those that were replayed, and the others."""
+    """The recent requests of one kind: their tokens, the share whose state had an output before,
+    the tokens that a replay gives these, and those that one can take from others under way."""
 
     def __init__(self) -> None:
-        self.replayed, self.computed = _Mean(), _Mean()
+        self.tokens, self.repeats = _Mean(), _Mean()
+        self.found, self.followed = _Mean(), _Mean()
+        self.num_repeats = 0
+
+    def add(self, tokens: int, found: int | None, followed: int, is_repeat: bool) -> None:
+        self.tokens.add(tokens)
+        self.repeats.add(is_repeat)
+        self.followed.add(followed)
+        self.num_repeats += is_repeat
+        if found is not None:
+            self.found.add(found)
 
 
 class Payoff:
@@ -73,84 +103,162 @@ class Payoff:
         self, shape: tuple[int, int, int], clock: Callable[[], float] | None = time.perf_counter
     ):
         self._shape, self._clock = shape, clock
+        self._evidence = Evidence()
         self._rates: collections.OrderedDict[Hashable, _Rate] = collections.OrderedDict()
-        self._passes: dict[int, _Mean] = {}  # seconds of a pass, by its rows
-        self._rows, self._host = _Mean(), _Mean()
-        self._draft_seconds, self._draft_tokens, self._lookups = _Mean(), _Mean(), 0
-        self._keeping: float | None = None
+        # Seconds of a pass, by its rows.
+        self._passes: dict[int, _Seconds] = collections.defaultdict(_Seconds)
+        self._rows, self._crowded = _Mean(), _Mean()
+        self._hosts: dict[str, _Seconds] = collections.defaultdict(_Seconds)
+        self._draft_seconds, self._draft_tokens, self._lookups = _Seconds(), _Mean(), 0
 
-    def pays(self, kind: Hashable, state: bytes) -> bool:
+    def watch(self, kind: Hashable, state: bytes) -> Watched:
+        """Watches a request that begins now, for `ended`.
+
+        Args:
+          kind: of the request: its agent, temperature and way to sample again, the last of all.
+          state: the digest of its prompt.
+        """
+        watched = self._evidence.watch(kind, state)
+        watched.follows = self.following_pays()
+        return watched
+
+    def pays(self, watched: Watched, is_cached: bool) -> bool:
         """Returns whether a request should use the cache.
 
         Args:
-          kind: of the request: its agent, temperature and way to sample again.
-          state: the digest of its prompt.
+          watched: the request.
+          is_cached: whether its state is cached: a kind that is not known uses what there is.
         """
-        rate = self._rates.get(kind)
-        is_known = rate is not None and rate.replayed.count >= _TRIALS and self._passes
-        if self._clock is None or not is_known or state[0] % _RETRIED == 0:
+        if self._clock is None:
             return True
-        assert rate is not None
-        return self.balance(rate.replayed.value, rate.computed.value) > 0
+        rate = self._rates.get(watched.kind)
+        if rate is None or rate.num_repeats < _REPEATS or not self._known_passes():
+            return is_cached
+        way, tokens = _way_of(watched.kind), rate.tokens.value
+        if way == "hotspot":
+            is_measured = rate.found.count >= _REPEATS
+            one_of = _RETRIED_STATES if is_measured else _TRIED_STATES
+            if watched.state[0] % one_of == 0:
+                return self.balance(rate.repeats.value, tokens, 0, tokens, way) > 0
+            if not is_measured:
+                return False
+        found, followed = rate.found.value, rate.followed.value
+        return self.balance(rate.repeats.value, found, followed, tokens, way) > 0
 
-    def balance(self, replayed: float, computed: float) -> float:
-        """Seconds that a request spares with so many replayed and so many computed tokens."""
-        cost = self._host.value + computed * self._keeping_seconds()
-        return replayed * self._row_seconds() - cost
+    def balance(
+        self, repeats: float, found: float, followed: float, tokens: float, way: str = "stepwise"
+    ) -> float:
+        """Seconds that keeping spares a request in the mean, beyond what is enough to be sure.
 
-    def ended(self, kind: Hashable, replayed: int, computed: int) -> None:
-        """Counts the tokens of a request that used the cache."""
-        rate = self._rates.pop(kind, None) or _Rate()
-        self._rates[kind] = rate
-        rate.replayed.add(replayed)
-        rate.computed.add(computed)
+        Args:
+          repeats: the share of requests whose state had an output before.
+          found: tokens that a replay gives these.
+          followed: tokens that a request may take from another one under way.
+          tokens: of a request.
+          way: "stepwise" or "hotspot".
+        """
+        spared = repeats * (found * self._token_seconds() - self._hosts[way].value)
+        if self.following_pays():
+            spared += followed * self._row_seconds()
+        else:
+            followed = 0.0
+        cost = self._hosts["write"].value
+        if spared <= _MARGIN * cost:
+            return spared - _MARGIN * cost
+        computed = max(0.0, tokens - repeats * found - followed)
+        return spared - _MARGIN * (cost + computed * self.keeping_seconds())
+
+    def following_pays(self) -> bool:
+        """Returns whether a request should wait for what another one of its state computes, rather
+        than compute it in a row of its own: where others wait for rows, or a row takes long."""
+        if self._clock is None:
+            return True
+        known = self._known_passes()
+        if not known:
+            return False
+        is_long = self._pass_seconds() > _LONGER * known[min(known)]
+        return is_long or self._crowded.value > 0.5
+
+    def ended(self, watched: Watched, tokens: Sequence[int], replayed: int | None) -> None:
+        """Counts a request.
+
+        Args:
+          watched: as of `watch`.
+          tokens: of its output.
+          replayed: those that came from the cache; None where it was left by itself.
+        """
+        if self._clock is None:
+            return
+        found, followed = self._evidence.add(watched, tokens, replayed is not None)
+        is_repeat = watched.num_known > 0
+        rate = self._rates.pop(watched.kind, None) or _Rate()
+        self._rates[watched.kind] = rate
+        measured: int | None = found
+        if replayed is not None and (watched.any_kept or watched.found):
+            measured = watched.found or 0
+        elif not is_repeat or _way_of(watched.kind) == "hotspot":
+            measured = None
+        rate.add(len(tokens), measured, followed, is_repeat)
         if len(self._rates) > _MAX_KEYS:
             self._rates.popitem(last=False)
 
     @contextlib.contextmanager
-    def hosting(self) -> Iterator[None]:
-        """Surrounds what the host does for one request's replay or for its distributions."""
+    def hosting(self, what: str) -> Iterator[None]:
+        """Surrounds what the host does for one request: its "stepwise" or "hotspot" replay where
+        there is one, or the "write" of its distributions."""
         if self._clock is None:
             yield
             return
         begun = self._clock()
         yield
-        _add_seconds(self._host, self._clock() - begun)
+        self._hosts[what].add(self._clock() - begun)
 
-    def ran(self, rows: int, seconds: float) -> None:
-        """Counts a pass of the decode loop; 0 seconds are none that were measured."""
+    def ran(self, rows: int, seconds: float, is_crowded: bool = False) -> None:
+        """Counts a pass of the decode loop; 0 seconds are none that were measured. It is crowded
+        where requests wait for rows."""
         if seconds and rows:
-            self._passes.setdefault(rows, _Mean()).add(seconds)
+            self._passes[rows].add(seconds)
             self._rows.add(rows)
+            self._crowded.add(is_crowded)
+
+    def _pass_seconds(self) -> float:
+        """Seconds of a pass with as many rows as there are in the mean."""
+        known = self._known_passes()
+        return known[min(known, key=lambda rows: abs(rows - self._rows.value))]
+
+    def _known_passes(self) -> dict[int, float]:
+        """Seconds of a pass, by its rows, where enough were measured."""
+        return {rows: times.value for rows, times in self._passes.items() if times.value}
+
+    def _token_seconds(self) -> float:
+        """Seconds that a replayed token spares: its row's part of a pass, which ends sooner for the
+        row, or serves another one."""
+        return self._pass_seconds() / max(1.0, self._rows.value)
 
     def _row_seconds(self) -> float:
-        """Seconds that a pass is shorter for a row less."""
-        means = {rows: mean.value for rows, mean in self._passes.items()}
-        if self._rows.value < _FEW_ROWS or len(means) < 2:
-            few = min(means)
-            return means[few] / few
-        slope = float(np.polyfit([*means], [*means.values()], 1)[0])
-        return float(np.clip(slope, 0, min(seconds / rows for rows, seconds in means.items())))
+        """Seconds that a pass is shorter for a row less; its part of the pass if rows are short."""
+        if self._crowded.value > 0.5:
+            return self._token_seconds()
+        known = self._known_passes()
+        if len(known) < 2:
+            return 0.0
+        slope = float(np.polyfit([*known], [*known.values()], 1)[0])
+        return float(np.clip(slope, 0, min(seconds / rows for rows, seconds in known.items())))
 
-    def _keeping_seconds(self) -> float:
-        """Seconds in which the largest logits of a row's distribution are found."""
-        if self._keeping is None:
-            assert self._clock is not None
-            rows, vocab, kept = self._shape
-            logits, ones, seconds = jnp.zeros((rows, vocab)), jnp.ones(rows), []
-            for _ in range(4):  # the first one compiles
-                begun = self._clock()
-                jax.block_until_ready(_compress_often(logits, ones, kept))
-                seconds.append((self._clock() - begun) / REPEATS)
-            self._keeping = float(min(seconds)) / max(1.0, min(rows, self._rows.value))
-        return self._keeping
+    def keeping_seconds(self) -> float:
+        """Seconds in which the largest logits of a row's distribution are found; measured once."""
+        if self._clock is None:
+            return 0.0
+        rows = self._shape[0]
+        seconds = _compression_seconds(self._clock, *self._shape)
+        return seconds / max(1.0, min(rows, self._rows.value))
 
     # Drafts.
 
     def drafted(self, begun: float, tokens: int, rows: int) -> None:
         """Counts a pass over drafts that began then and gave so many tokens to so many rows."""
         if self._clock is not None:
-            _add_seconds(self._draft_seconds, self._clock() - begun)
+            self._draft_seconds.add(self._clock() - begun)
             self._draft_tokens.add(tokens / rows)
 
     def now(self) -> float:
@@ -164,12 +272,27 @@ class Payoff:
           host_seconds: that it costs to leave the decode loop.
         """
         self._lookups += 1
-        is_known = self._draft_tokens.count >= _TRIED_DRAFTS and self._passes
-        if self._clock is None or not is_known or self._lookups % _RETRIED == 0:
+        is_known = self._draft_tokens.count >= _TRIED_DRAFTS and self._known_passes()
+        if self._clock is None or not is_known or self._lookups % _RETRIED_DRAFTS == 0:
             return True
-        rows = min(self._passes, key=lambda rows: abs(rows - self._rows.value))
-        spared = self._draft_tokens.value * self._passes[rows].value
+        spared = self._draft_tokens.value * self._pass_seconds()
         return spared > self._draft_seconds.value + host_seconds
+
+
+def _way_of(kind: Hashable) -> str:
+    """The way to sample again, the last part of a kind."""
+    return kind[-1] if isinstance(kind, tuple) else "stepwise"
+
+
+@functools.lru_cache(maxsize=64)
+def _compression_seconds(clock: Callable[[], float], rows: int, vocab: int, kept: int) -> float:
+    """Seconds in which the largest logits of all rows of a pass are found."""
+    logits, ones, seconds = jnp.zeros((rows, vocab)), jnp.ones(rows), []
+    for _ in range(4):  # the first one compiles
+        begun = clock()
+        jax.block_until_ready(_compress_often(logits, ones, kept))
+        seconds.append((clock() - begun) / REPEATS)
+    return min(seconds)
 
 
 @functools.partial(jax.jit, static_argnums=2)
