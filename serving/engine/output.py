@@ -12,7 +12,7 @@ from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import Request
-from jaxshare.serving.engine.speculation import DraftLookup
+from jaxshare.serving.engine.speculation import SHAPES, DraftLookup
 from jaxshare.serving.engine.stream import TokenChunk
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
@@ -76,7 +76,8 @@ class OutputProcessor:
     def go_on(self, request: Request) -> None:
         """Takes more of an output from the Logits Cache, where other requests have come further."""
         assert self.logits is not None
-        tokens = self.logits.go_on(*self._replay_of(request), request.output)
+        with self.payoff.hosting("follow"):
+            tokens = self.logits.go_on(*self._replay_of(request), request.output)
         self.metrics.followed(len(tokens))
         self._take_replayed(request, tokens)
 
@@ -108,7 +109,7 @@ class OutputProcessor:
         drafts do not pay."""
         if not request.resample or self.logits is None:
             return None
-        if not self.payoff.drafts_pay(host_seconds):
+        if not self.payoff.drafts_pay(host_seconds, SHAPES[-1][1]):
             return None
         output = self.logits.latest_output(request.prompt)
         return DraftLookup(output) if len(output) else None

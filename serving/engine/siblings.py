@@ -60,7 +60,9 @@ class Siblings:
             return False
         own, state = request.output, request.state
         others = [
-            row.request.output for row in live if row.request.state == state and row.request.resample
+            row.request.output
+            for row in live
+            if row.request.state == state and row.request.resample
         ]
         along = [len(output) for output in others if output[: len(own)] == own]
         return max(along, default=-1) == len(own)

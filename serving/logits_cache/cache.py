@@ -79,7 +79,7 @@ class LogitsCache:
                 *counts, self._evicted, len(self._states), len(self._runs), self._bytes
             )
 
-    def has(self, digest: bytes) -> bool:
+    def has(self, digest: Hashable) -> bool:
         """Returns whether a state is cached; the digest is that of `trie.state_digest`."""
         return digest in self._states
 

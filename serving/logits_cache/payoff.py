@@ -24,17 +24,22 @@ from jaxshare.decoding.top_logits import compress_logits
 from jaxshare.serving.logits_cache.evidence import Evidence, Watched
 
 _REPEATS = 2
-"""Requests whose state had an output before, until a kind is known."""
+"""Requests that came again, or beside another one of their state, until a kind is known."""
 _MARGIN = 2.0
 """Times the cost that has to be spared. The cost is measured apart from a pass, which hides some."""
 _TRIED_STATES, _RETRIED_STATES = 8, 64
 """One state of so many is tried until hotspots were measured twice, and from then on."""
 _TRIED_DRAFTS = 3
 """Passes over drafts before there may be no more. They often do not pay where passes are short."""
-_RETRIED_DRAFTS = 64
-"""One lookup of so many may always draft."""
+_FIRST_DRAFTS, _RETRIED_DRAFTS = 8, 64
+"""One lookup of so many may draft before it is known what drafts give, and where they do not pay."""
+_RUN_BEFORE_DRAFTS = 60.0
+"""Seconds of passes after which drafts are compiled without a warm-up."""
 _WEIGHT = 0.1
 """Of the latest number in a moving average, once there are more numbers than its inverse."""
+_FOLLOWED_STEPS, _FOLLOWING_SECONDS = 5, 5e-4
+"""Steps of the scheduler in which a request follows another one, about, and the host's seconds in
+each of them before they were measured."""
 _MAX_KEYS = 1024
 REPEATS = 32
 """Times that the largest logits are found for a measurement."""
@@ -61,33 +66,43 @@ class _Seconds:
     """The median of recent times: the first ones compile, and any one may be held up."""
 
     def __init__(self) -> None:
+        self.value = 0.0  # until there are some
         self._times: collections.deque[float] = collections.deque(maxlen=_TIMES)
-
-    @property
-    def value(self) -> float:
-        """The median; 0 until there are some."""
-        return statistics.median(self._times) if len(self._times) >= _FEWEST_TIMES else 0.0
 
     def add(self, seconds: float) -> None:
         self._times.append(seconds)
+        if len(self._times) >= _FEWEST_TIMES:
+            self.value = statistics.median(self._times)
 
 
 class _Rate:
-    """The recent requests of one kind: their tokens, the share whose state had an output before,
-    the tokens that a replay gives these, and those that one can take from others under way."""
+    """The recent requests of one kind, in means.
+
+    Attributes:
+      tokens: of a request; repeats: the share whose state had an output before.
+      told: tokens that a replay would give these, as the outputs tell.
+      found, expected: tokens that replays gave where something was kept, and that outputs told then.
+      followed: tokens that a request can take from others under way.
+      num_told: requests that shared tokens with another one of their state.
+    """
 
     def __init__(self) -> None:
-        self.tokens, self.repeats = _Mean(), _Mean()
-        self.found, self.followed = _Mean(), _Mean()
-        self.num_repeats = 0
+        self.tokens, self.repeats, self.told = _Mean(), _Mean(), _Mean()
+        self.found, self.expected, self.followed = _Mean(), _Mean(), _Mean()
+        self.num_told = 0
 
-    def add(self, tokens: int, found: int | None, followed: int, is_repeat: bool) -> None:
-        self.tokens.add(tokens)
-        self.repeats.add(is_repeat)
-        self.followed.add(followed)
-        self.num_repeats += is_repeat
-        if found is not None:
-            self.found.add(found)
+    @property
+    def is_measured(self) -> bool:
+        """True once some replays were found."""
+        return self.found.count >= _REPEATS
+
+    def replayed(self, way: str) -> float:
+        """The tokens that a replay should give a request whose state had an output before."""
+        if not self.is_measured:
+            return self.told.value
+        if way == "hotspot":  # further than outputs tell
+            return self.found.value
+        return self.told.value * min(1.0, self.found.value / max(self.expected.value, 1e-9))
 
 
 class Payoff:
@@ -110,6 +125,7 @@ class Payoff:
         self._rows, self._crowded = _Mean(), _Mean()
         self._hosts: dict[str, _Seconds] = collections.defaultdict(_Seconds)
         self._draft_seconds, self._draft_tokens, self._lookups = _Seconds(), _Mean(), 0
+        self._spent = 0.0  # seconds of all passes
 
     def watch(self, kind: Hashable, state: bytes) -> Watched:
         """Watches a request that begins now, for `ended`.
@@ -118,8 +134,9 @@ class Payoff:
           kind: of the request: its agent, temperature and way to sample again, the last of all.
           state: the digest of its prompt.
         """
-        watched = self._evidence.watch(kind, state)
-        watched.follows = self.following_pays()
+        watched, rate = self._evidence.watch(kind, state), self._rates.get(kind)
+        followed = rate.followed.value if rate else 0.0
+        watched.follows = self.following_pays(followed)
         return watched
 
     def pays(self, watched: Watched, is_cached: bool) -> bool:
@@ -132,18 +149,15 @@ class Payoff:
         if self._clock is None:
             return True
         rate = self._rates.get(watched.kind)
-        if rate is None or rate.num_repeats < _REPEATS or not self._known_passes():
+        if rate is None or rate.num_told < _REPEATS or not self._known_passes():
             return is_cached
-        way, tokens = _way_of(watched.kind), rate.tokens.value
-        if way == "hotspot":
-            is_measured = rate.found.count >= _REPEATS
-            one_of = _RETRIED_STATES if is_measured else _TRIED_STATES
-            if watched.state[0] % one_of == 0:
-                return self.balance(rate.repeats.value, tokens, 0, tokens, way) > 0
-            if not is_measured:
-                return False
-        found, followed = rate.found.value, rate.followed.value
-        return self.balance(rate.repeats.value, found, followed, tokens, way) > 0
+        way, tokens, repeats = _way_of(watched.kind), rate.tokens.value, rate.repeats.value
+        if self.balance(repeats, rate.replayed(way), rate.followed.value, tokens, way) > 0:
+            return True
+        one_of = _TRIED_STATES if way == "hotspot" and not rate.is_measured else _RETRIED_STATES
+        most = tokens if way == "hotspot" else rate.told.value
+        is_tried = watched.state[0] % one_of == 0
+        return is_tried and self.balance(repeats, most, 0, tokens, way) > 0
 
     def balance(
         self, repeats: float, found: float, followed: float, tokens: float, way: str = "stepwise"
@@ -158,7 +172,7 @@ class Payoff:
           way: "stepwise" or "hotspot".
         """
         spared = repeats * (found * self._token_seconds() - self._hosts[way].value)
-        if self.following_pays():
+        if self.following_pays(followed):
             spared += followed * self._row_seconds()
         else:
             followed = 0.0
@@ -168,16 +182,23 @@ class Payoff:
         computed = max(0.0, tokens - repeats * found - followed)
         return spared - _MARGIN * (cost + computed * self.keeping_seconds())
 
-    def following_pays(self) -> bool:
+    def following_pays(self, followed: float) -> bool:
         """Returns whether a request should wait for what another one of its state computes, rather
-        than compute it in a row of its own: where others wait for rows, or a row takes long."""
+        than compute it in a row of its own: where others wait for rows, or a row takes long.
+
+        Args:
+          followed: tokens that it may take from another one.
+        """
         if self._clock is None:
             return True
         known = self._known_passes()
-        if not known:
+        if not known or not followed:
             return False
+        if self._crowded.value > 0.5:
+            return True
         is_long = self._pass_seconds() > _LONGER * known[min(known)]
-        return is_long or self._crowded.value > 0.5
+        cost = _FOLLOWED_STEPS * (self._hosts["follow"].value or _FOLLOWING_SECONDS)
+        return is_long and followed * self._row_seconds() > _MARGIN * cost
 
     def ended(self, watched: Watched, tokens: Sequence[int], replayed: int | None) -> None:
         """Counts a request.
@@ -193,19 +214,23 @@ class Payoff:
         is_repeat = watched.num_known > 0
         rate = self._rates.pop(watched.kind, None) or _Rate()
         self._rates[watched.kind] = rate
-        measured: int | None = found
+        rate.tokens.add(len(tokens))
+        rate.repeats.add(is_repeat)
+        rate.followed.add(followed)
+        rate.num_told += is_repeat or followed > 0
+        if is_repeat:
+            rate.told.add(found)
         if replayed is not None and (watched.any_kept or watched.found):
-            measured = watched.found or 0
-        elif not is_repeat or _way_of(watched.kind) == "hotspot":
-            measured = None
-        rate.add(len(tokens), measured, followed, is_repeat)
+            rate.found.add(watched.found or 0)
+            rate.expected.add(found)
         if len(self._rates) > _MAX_KEYS:
             self._rates.popitem(last=False)
 
     @contextlib.contextmanager
     def hosting(self, what: str) -> Iterator[None]:
         """Surrounds what the host does for one request: its "stepwise" or "hotspot" replay where
-        there is one, or the "write" of its distributions."""
+        there is one, a step in which it can "follow" another one, or the "write" of its
+        distributions."""
         if self._clock is None:
             yield
             return
@@ -213,10 +238,17 @@ class Payoff:
         yield
         self._hosts[what].add(self._clock() - begun)
 
-    def ran(self, rows: int, seconds: float, is_crowded: bool = False) -> None:
-        """Counts a pass of the decode loop; 0 seconds are none that were measured. It is crowded
-        where requests wait for rows."""
+    def ran(self, rows: int, seconds: float, passes: int = 1, is_crowded: bool = False) -> None:
+        """Counts a dispatch of the decode loop.
+
+        Args:
+          rows: in it.
+          seconds: of a pass; 0 where it was not measured.
+          passes: of the dispatch.
+          is_crowded: whether requests wait for rows.
+        """
         if seconds and rows:
+            self._spent += seconds * passes
             self._passes[rows].add(seconds)
             self._rows.add(rows)
             self._crowded.add(is_crowded)
@@ -255,28 +287,39 @@ class Payoff:
 
     # Drafts.
 
-    def drafted(self, begun: float, tokens: int, rows: int) -> None:
-        """Counts a pass over drafts that began then and gave so many tokens to so many rows."""
+    def drafting(self, begun: float, tokens: int | None = None) -> None:
+        """Counts a pass over drafts that began then, and the tokens that it gave; None for a pass of
+        a warm-up, which is to be measured only."""
         if self._clock is not None:
             self._draft_seconds.add(self._clock() - begun)
-            self._draft_tokens.add(tokens / rows)
+            if tokens is not None:
+                self._draft_tokens.add(tokens)
 
     def now(self) -> float:
-        """The seconds now, for `drafted`."""
+        """The seconds now, for `drafting`."""
         return self._clock() if self._clock is not None else 0.0
 
-    def drafts_pay(self, host_seconds: float) -> bool:
-        """Returns whether a pass over drafts takes less time than passes for its tokens.
+    def drafts_pay(self, host_seconds: float, most: int) -> bool:
+        """Returns whether a pass over drafts takes less time than its tokens do in the decode loop.
+
+        Before one was measured, in a warm-up or later, there are none until the engine has run for
+        as long as makes up for compiling them.
 
         Args:
           host_seconds: that it costs to leave the decode loop.
+          most: tokens of a row that such a pass gives at most.
         """
-        self._lookups += 1
-        is_known = self._draft_tokens.count >= _TRIED_DRAFTS and self._known_passes()
-        if self._clock is None or not is_known or self._lookups % _RETRIED_DRAFTS == 0:
+        if self._clock is None:
             return True
-        spared = self._draft_tokens.value * self._pass_seconds()
-        return spared > self._draft_seconds.value + host_seconds
+        self._lookups += 1
+        cost, is_known = self._draft_seconds.value, self._draft_tokens.count >= _TRIED_DRAFTS
+        one_of = _RETRIED_DRAFTS if is_known else _FIRST_DRAFTS
+        if not cost or not self._known_passes():
+            return self._spent > _RUN_BEFORE_DRAFTS and self._lookups % one_of == 0
+        least = (cost + host_seconds) / self._token_seconds()
+        if is_known and self._draft_tokens.value > least:
+            return True
+        return most > least and self._lookups % one_of == 0
 
 
 def _way_of(kind: Hashable) -> str:

@@ -79,11 +79,9 @@ def engines_of(
     with contextlib.ExitStack() as stack:
         made = {BASELINE: Engine(model, **sizes)}
         for side in (STEPWISE, HOTSPOT, KEEPER):
-            made[side] = Engine(
-                model, resample_always=always or side == KEEPER, **sizes, **cache
-            )
+            made[side] = Engine(model, resample_always=always or side == KEEPER, **sizes, **cache)
         for engine in made.values():
-            stack.enter_context(engine)
+            stack.enter_context(engine).warm_up()
         yield made
 
 
