@@ -40,6 +40,8 @@ _WEIGHT = 0.1
 _FOLLOWED_STEPS, _FOLLOWING_SECONDS = 5, 5e-4
 """Steps of the scheduler in which a request follows another one, about, and the host's seconds in
 each of them before they were measured."""
+_WRITING_SECONDS = 2e-4
+"""The host's seconds for the distributions of a request before they were measured."""
 _MAX_KEYS = 1024
 REPEATS = 32
 """Times that the largest logits are found for a measurement."""
@@ -176,7 +178,7 @@ class Payoff:
             spared += followed * self._row_seconds()
         else:
             followed = 0.0
-        cost = self._hosts["write"].value
+        cost = self._hosts["write"].value or _WRITING_SECONDS
         if spared <= _MARGIN * cost:
             return spared - _MARGIN * cost
         computed = max(0.0, tokens - repeats * found - followed)
