@@ -159,10 +159,15 @@ class Payoff:
         one_of = _TRIED_STATES if way == "hotspot" and not rate.is_measured else _RETRIED_STATES
         most = tokens if way == "hotspot" else rate.told.value
         is_tried = watched.state[0] % one_of == 0
-        return is_tried and self.balance(repeats, most, 0, tokens, way) > 0
+        return is_tried and self.balance(repeats, most, 0, tokens, None) > 0
 
     def balance(
-        self, repeats: float, found: float, followed: float, tokens: float, way: str = "stepwise"
+        self,
+        repeats: float,
+        found: float,
+        followed: float,
+        tokens: float,
+        way: str | None = "stepwise",
     ) -> float:
         """Seconds that keeping spares a request in the mean, beyond what is enough to be sure.
 
@@ -171,9 +176,10 @@ class Payoff:
           found: tokens that a replay gives these.
           followed: tokens that a request may take from another one under way.
           tokens: of a request.
-          way: "stepwise" or "hotspot".
+          way: "stepwise" or "hotspot"; None counts no replay's host seconds, to measure them anew.
         """
-        spared = repeats * (found * self._token_seconds() - self._hosts[way].value)
+        host = self._hosts[way].value if way else 0.0
+        spared = repeats * (found * self._token_seconds() - host)
         if self.following_pays(followed):
             spared += followed * self._row_seconds()
         else:
@@ -186,7 +192,8 @@ class Payoff:
 
     def following_pays(self, followed: float) -> bool:
         """Returns whether a request should wait for what another one of its state computes, rather
-        than compute it in a row of its own: where others wait for rows, or a row takes long.
+        than compute it in a row of its own: where rows are short, as others wait for them, or a row
+        takes long, and that is more than the host's seconds meanwhile.
 
         Args:
           followed: tokens that it may take from another one.
@@ -196,11 +203,10 @@ class Payoff:
         known = self._known_passes()
         if not known or not followed:
             return False
-        if self._crowded.value > 0.5:
-            return True
         is_long = self._pass_seconds() > _LONGER * known[min(known)]
         cost = _FOLLOWED_STEPS * (self._hosts["follow"].value or _FOLLOWING_SECONDS)
-        return is_long and followed * self._row_seconds() > _MARGIN * cost
+        is_short = self._crowded.value > 0.5
+        return (is_short or is_long) and followed * self._row_seconds() > _MARGIN * cost
 
     def ended(self, watched: Watched, tokens: Sequence[int], replayed: int | None) -> None:
         """Counts a request.

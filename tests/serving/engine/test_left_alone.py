@@ -89,5 +89,6 @@ def test_a_family_follows_its_first_once_outputs_agree_and_rows_are_short(engine
         assert {len(done(stream).tokens) for stream in streams} == {COUNT}
         return metric(engine, "jaxshare_tokens_total", how="sampled") - before
 
+    engine._scheduler.kv.speeds.last_pass_seconds = 1e-1
     assert family(range(12)) == 12 * COUNT  # four rows, for which the others wait
     assert family(range(12, 24)) == COUNT

@@ -117,6 +117,17 @@ def test_replays_that_give_less_than_outputs_tell_end_it():
     assert repeated(made, 80, 100, 10, first=40, gives=0) == 0
 
 
+def test_a_state_now_and_then_measures_the_hosts_seconds_again():
+    made = payoff(keeping=1e-5)
+    repeated(made, 80, 100, 10)
+    for _ in range(9):
+        with made.hosting("stepwise"):
+            made._clock.now += 1.0  # the machine was busy
+    assert repeated(made, 80, 100, 5, first=20) == 0
+    kept = [asked(made, state(50, tried=True), [1] * 100) for _ in range(3)]
+    assert kept == [True] * 3
+
+
 def test_an_unknown_kind_uses_what_is_cached():
     made = payoff(keeping=1e-4)
     watched = made.watch(KIND, state(1))
@@ -175,6 +186,7 @@ def test_a_token_spares_its_rows_part_of_a_pass():
         (8e-3, False, 4, False),  # 4 ms for what may take 5
         (8e-3, False, 0, False),
         (1.2e-3, True, 80, True),
+        (1.2e-3, True, 20, False),
     ],
 )
 def test_following_pays_where_rows_take_long_or_others_wait_for_them(long, crowded, followed, pays):
@@ -194,7 +206,7 @@ def test_requests_of_one_state_at_once_count_as_followers_alone():
         for each in family:
             made.ended(each, [0] * 80 + [rng.random()] * 20, None)
     for _ in range(200):
-        made.ran(1, PASS, is_crowded=True)
+        made.ran(4, 4 * PASS, is_crowded=True)
     watched = made.watch(KIND, state(99))
     assert watched.follows and made.pays(watched, False)
 
