@@ -22,6 +22,7 @@ from jaxshare.serving.chat import (
     as_returns,
     as_tools,
 )
+from jaxshare.serving.kvcache.policy import SearchPlace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,6 +402,7 @@ class ModelCall:
       grammar: what the text of the answer has to be; a model that cannot constrain its answers may
         ignore it, since they are checked anyway.
       next_seed: the seed of this call in the state's next firing, if there is one.
+      place: of the call in its run's search; None where nothing is known of the states to come.
     """
 
     messages: tuple[Message, ...]
@@ -413,6 +415,7 @@ class ModelCall:
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     grammar: Grammar | None = None
     next_seed: int | None = None
+    place: SearchPlace | None = None
 
 
 @dataclasses.dataclass(frozen=True)
