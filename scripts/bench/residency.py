@@ -48,7 +48,7 @@ from scripts.bench.lib import (
     write_checkpoint,
 )
 from scripts.bench.parts.residency import concurrent
-from scripts.bench.parts.residency.options import ANSWER, QUICK_ROUNDS, Options, parse
+from scripts.bench.parts.residency.options import ANSWER, Options, parse
 from scripts.bench.parts.residency.tree import Counts, compulsory, simulate
 from scripts.bench.parts.residency.workflow import HOT, VOCABULARY, Call, workflow
 
@@ -314,16 +314,20 @@ def measured_agents(options: Options) -> list[dict[str, Any]]:
     """The workflow by concurrent agents, for each number of rounds."""
     if options.plots is not None:
         options.plots.mkdir(parents=True, exist_ok=True)
+    if options.quick:
+        return concurrent.measure(
+            tasks=concurrent.QUICK_TASKS,
+            rounds=options.rounds[0],
+            repeats=options.repeats,
+            policies=("contribution", "lru"),
+            with_host=False,
+            plots=options.plots,
+        )
     return [
         result
-        for rounds in ([QUICK_ROUNDS] if options.quick else options.rounds)
+        for rounds in options.rounds
         for result in concurrent.measure(
-            tasks=concurrent.TASKS,
-            rounds=rounds,
-            repeats=options.repeats,
-            capacity=concurrent.CAPACITY,
-            host=0 if options.quick else concurrent.HOST,
-            plots=options.plots,
+            tasks=concurrent.TASKS, rounds=rounds, repeats=options.repeats, plots=options.plots
         )
     ]
 
@@ -367,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     finish(
         report,
-        as_text(report) + concurrent.as_text(agents),
+        "\n".join([as_text(report), *concurrent.lines(agents)]),
         [*goals(results, options.capacities[0]), *concurrent.goals(agents)],
         as_json=options.json,
         output=options.output,

@@ -10,7 +10,7 @@ import pytest
 from jaxshare.serving.agents import Runtime
 from jaxshare.serving.agents.backends import ScriptedModel
 from scripts.bench import residency as bench
-from scripts.bench.parts.residency import concurrent, options
+from scripts.bench.parts.residency import concurrent
 from scripts.bench.parts.residency.tree import Counts
 
 
@@ -100,8 +100,8 @@ def test_what_is_reported_is_what_the_words_say():
         (1.375, True),
     ]
     assert [goal.met for goal in concurrent.goals([{**result, "rounds": 21}])] == [True, True, True]
-    assert "room for 9 tokens and for 5 in host memory" in concurrent.as_text(
-        [{**result, "host": 5}]
+    assert "room for 9 tokens and for 5 in host memory" in "\n".join(
+        concurrent.lines([{**result, "host": 5}])
     )
 
 
@@ -113,16 +113,13 @@ def test_policies_that_come_to_different_ends_are_an_error():
 @pytest.mark.slow
 def test_a_small_run_on_the_engine(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="pictures need it")
-    monkeypatch.setattr(concurrent, "TASKS", 2)
-    monkeypatch.setattr(concurrent, "CAPACITY", 2560)
-    monkeypatch.setattr(options, "QUICK_ROUNDS", 1)
-    monkeypatch.setattr(bench, "QUICK_ROUNDS", 1)
+    monkeypatch.setattr(concurrent, "ROOM", 1280)
     small = ["--quick", "--rounds", "1", "--seeds", "1", "--no-engine"]
     assert bench.main([*small, "--plots", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     [result] = report["agents"]
     rows = {row["policy"]: row for row in result["policies"]}
-    assert [*rows] == ["ample", *concurrent.POLICIES]
+    assert [*rows] == ["ample", "contribution", "lru"]
     assert rows["ample"]["evicted_tokens"] == 0 < rows["lru"]["evicted_tokens"]
     assert all(
         row["seconds"] > 0 and row["hot"]["first_token_seconds"] > 0 for row in rows.values()

@@ -16,8 +16,6 @@ CAPACITY = 9000
 given."""
 CAPACITIES = (CAPACITY, 8000, 10000, 12000)
 SEEDS, QUICK_SEEDS = 5, 2
-QUICK_ROUNDS = 3
-"""Of the agents' part; that needs a whole cycle of the record."""
 REPEATS = 5
 """Of the agents' part, each with other texts; one if quick."""
 
@@ -74,7 +72,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> Options:
         action=argparse.BooleanOptionalAction,
         default=True,
         help=f"run {concurrent.TASKS} workflows side by side as agents, too, with times (quick: "
-        f"{QUICK_ROUNDS} rounds)",
+        f"{concurrent.QUICK_TASKS} of them, the first rounds, contribution and lru alone)",
     )
     parser.add_argument(
         "--repeats",
