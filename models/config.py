@@ -201,6 +201,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     layer_ropes: tuple[Rope, ...] = ()
     rope_interleaved: bool = False
+    moe: MoE | None = None
     sparse_layers: tuple[bool, ...] = ()
     mla: MLA | None = None
 

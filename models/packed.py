@@ -74,7 +74,7 @@ def _parts(layer: Any, config: ModelConfig) -> Any:
         return layer
     found = {name: {**module} for name, module in layer.items()}
     for name, sizes in part_sizes(config).items():
-        module = found.get(_MODULES[name], {})
+        module = found.get(_PLACES[name], {})
         whole, start = module.pop(name, None), 0
         for part, size in sizes.items() if whole else ():
             module[part] = {key: value[start : start + size] for key, value in whole.items()}

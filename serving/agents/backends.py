@@ -142,6 +142,7 @@ class EngineModel:
             agent_id=call.agent,
             resample=self._resample,
             next_seed=call.next_seed if self._resample == "stepwise" else None,
+            place=call.place,
         )
         try:
             if tell is not None:

@@ -44,6 +44,9 @@ class _IndependentPaths(Paths):
     def judges(self, state: State) -> bool:
         return self.value is not None and state.finished
 
+    def pending(self) -> Sequence[State]:
+        return self._ready
+
     def reached(self, state: State) -> None:
         if not state.ended:
             self._ready.append(state)

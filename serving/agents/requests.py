@@ -23,6 +23,7 @@ from jaxshare.serving.chat import (
     as_returns,
     as_tools,
 )
+from jaxshare.serving.kvcache.policy import SearchPlace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,6 +374,7 @@ class ModelCall:
       grammar: what the text of the answer has to be; a model that cannot constrain its answers may
         ignore it, since they are checked anyway.
       make_next_seed: makes `next_seed`, which only a model that computes ahead asks for.
+      place: of the call in its run's search; None where nothing is known of the states to come.
     """
 
     messages: tuple[Message, ...]
@@ -387,6 +389,7 @@ class ModelCall:
     make_next_seed: Callable[[], int] | None = dataclasses.field(
         default=None, repr=False, compare=False
     )
+    place: SearchPlace | None = None
 
     @property
     def next_seed(self) -> int | None:

@@ -361,6 +361,13 @@ class Supervisor:
             the inquiry is about.
         """
 
+    def pending(self) -> Iterable[State] | None:
+        """The states that it may fire still, beside those under way; None if it may fire any.
+
+        An engine that knows them evicts first what it has cached of the paths that are over.
+        """
+        return None
+
     def refires(self, state: State) -> bool:
         """True if it may fire a state more than once, which is then kept as it is.
 
@@ -381,7 +388,7 @@ def supervisor_for_run(pattern: Any) -> Supervisor:
     for name in ("budget", "value", "evaluations", "over", "accepted"):
         if not hasattr(made, name):
             setattr(made, name, getattr(Supervisor, name))
-    for name in ("judges", "inquiries", "answered", "refires", "stop"):
+    for name in ("judges", "inquiries", "answered", "pending", "refires", "stop"):
         if not hasattr(made, name):
             setattr(made, name, types.MethodType(getattr(Supervisor, name), made))
     return made

@@ -156,7 +156,7 @@ class Scheduler:
         free = self._free_rows()
         running = collections.Counter(row.request.agent for row in self.live)
         admitted = 0
-        for request in self.queue:
+        for request in self.queue.by_cached(self.kv.cached_prefix) if free else self.queue:
             if self._siblings.holds(request, self.live):
                 continue
             if not free and not self._preempt_for(request):
