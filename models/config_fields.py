@@ -121,13 +121,19 @@ class Family:
     Attributes:
       model_type: the `model_type` of the architecture.
       read: (fields, hidden_size, num_heads, num_layers) -> num_kv_heads, head_dim, qkv_bias,
-        out_bias, mlp_bias, qk_norm.
+        out_bias, mlp_bias, qk_norm, and those fields of ModelConfig in which it differs from Llama.
       default_theta: the rope theta of files without one; None where it is required.
+      modules: the names of modules in checkpoints by their paths in a layer or a model, where they
+        are not those of Llama.
+      fused: the projections of one input that checkpoints have as one tensor, by the names that
+        `jaxshare.models.packed` has for them; `modules` has the names of their tensors.
     """
 
     model_type: str
     read: Callable[[Fields, int, int, int], dict[str, Any]]
     default_theta: float | None
+    modules: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
+    fused: frozenset[str] = frozenset()
 
 
 def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:

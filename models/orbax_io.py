@@ -34,13 +34,16 @@ from jaxshare.models.safetensors_io import (
     INDEX,
     SINGLE,
     CheckpointError,
-    ExpectedTensor,
-    expected_tensors,
     match_tensors,
     nested,
     not_finite,
     read_tensors,
     stored_tensors,
+)
+from jaxshare.models.tensor_names import (
+    ExpectedTensor,
+    expected_tensors,
+    taken_apart,
     tensor_name,
 )
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit, fit_params, repeats
@@ -143,13 +146,14 @@ def _umask() -> int:
 
 
 def _read_safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads (name, value) of each tensor of a folder in Hugging Face form."""
+    """Reads (name, value) of each parameter of a folder in Hugging Face form."""
     stored = stored_tensors(folder)
     return read_tensors(stored, match_tensors(config, stored, folder))
 
 
 def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, value) of each tensor of a folder in Orbax form, one at a time.
+    """Yields (name, value) of each tensor of a checkpoint from a folder in Orbax form, one at a
+    time.
 
     Raises:
       CheckpointError: data that cannot be read.
@@ -160,10 +164,11 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
     stored = match_metadata(folder, expected)
     cpu = SingleDeviceSharding(jax.devices("cpu")[0])
     with ocp.PyTreeCheckpointer() as checkpointer:
-        for name, tensor in sorted(expected.items()):
+
+        def value(name: str) -> np.ndarray:
             # Given a tree with one leaf, Orbax reads that leaf alone.
-            dtype = stored[tensor.path]
-            leaf = nested({tensor.path: jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=cpu)})
+            path, shape = expected[name].path, expected[name].shape
+            leaf = nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
             arguments = jax.tree.map(
                 lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype),
                 leaf,
@@ -181,7 +186,9 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
                     f"{folder / PARAMS} cannot be read ({root_cause(error)}); convert the model "
                     "again"
                 ) from error
-            yield name, np.asarray(jax.tree.leaves(restored)[0])
+            return np.asarray(jax.tree.leaves(restored)[0])
+
+        yield from taken_apart(expected, value)
 
 
 def _write_orbax(

@@ -13,14 +13,30 @@ from jaxshare.attention.reference import reference_attention
 from jaxshare.attention.xla import xla_attention
 from jaxshare.pallas.device import current_device
 
-Backend = Callable[[Array, Array, Array, Plan, float], Array]
+Backend = Callable[..., Array]
+"""(q, keys, values, plan, scale) -> out; softcap and sinks by name where there are any."""
 
 
 def _imported(find: Callable[[], Backend]) -> Backend:
     """A backend that is imported when it is called; where it cannot be imported, the next one is
     tried."""
 
-    def backend(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
+    def backend(
+        q: Array,
+        keys: Array,
+        values: Array,
+        plan: Plan,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+    ) -> Array:
+        for given, what in (
+            (plan.window, "window"),
+            (softcap, "softcap"),
+            (sinks is not None, "sink"),
+        ):
+            if given:
+                raise NotImplementedError(f"it has no {what}s")
         try:
             found = find()
         except ImportError as error:
@@ -51,7 +67,7 @@ BACKENDS: dict[str, Backend] = {
     "xla": xla_attention,
     "reference": reference_attention,
 }
-"""By name: (q, keys, values, plan, scale) -> out. A backend that cannot serve a call raises
+"""By name. A backend that cannot serve a call raises
 NotImplementedError, saying why."""
 
 
@@ -69,6 +85,8 @@ def block_attention(
     plan: Plan,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "R T H D"]:
     """Attention of each row's new tokens over the blocks that its layout lists, in its order.
@@ -83,6 +101,8 @@ def block_attention(
         (`KVCache.append`).
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
+      softcap: scores are softcap * tanh(score / softcap); 0 leaves them as they are.
+      sinks: for each head a score beside those of all keys, whose value is 0; default none.
       implementation: a backend's name, several to try in order, or None for the best on this
         device: on an NVIDIA GPU mosaic_gpu, then triton, then xla; on a CPU cpu, then xla;
         elsewhere xla. The device is JAX's default one, so name "xla" for arrays that are placed
@@ -97,10 +117,11 @@ def block_attention(
     """
     _check_shapes(q, keys, values, plan)
     score_scale = q.shape[3] ** -0.5 if scale is None else scale
+    more = ({"softcap": softcap} if softcap else {}) | ({} if sinks is None else {"sinks": sinks})
     reasons = []
     for name in _names(implementation):
         try:
-            return BACKENDS[name](q, keys, values, plan, score_scale)
+            return BACKENDS[name](q, keys, values, plan, score_scale, **more)
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))

@@ -104,6 +104,7 @@ class Shape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     rope: Rope
+    layer_ropes: tuple[Rope, ...] = ()
 
 
 Traced = tuple[Callable[..., jax.Array], tuple[Any, ...]]

@@ -85,6 +85,10 @@ class KernelShape:
         return 1
 
     @property
+    def layer_ropes(self) -> tuple[Rope, ...]:
+        return ()
+
+    @property
     def rope(self) -> Rope:
         """A rotation; its frequencies do not affect times."""
         return Rope.default(self.head_dim, 10_000.0)

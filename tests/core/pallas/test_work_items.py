@@ -40,6 +40,10 @@ class Shape:
         return self.kv_heads
 
     @property
+    def layer_ropes(self) -> tuple[Rope, ...]:
+        return ()
+
+    @property
     def rope(self) -> Rope:
         return Rope.default(8, 10_000.0)
 

@@ -40,6 +40,7 @@ class Heads:
     head_dim: int = 128
     num_layers: int = 1
     rotated: bool = True
+    layer_ropes: tuple[Rope, ...] = ()
 
     @property
     def num_heads(self) -> int:
