@@ -132,14 +132,25 @@ def rotated(x: np.ndarray, positions: np.ndarray, rope: Rope, factor: float = 1.
     return np.concatenate([out.real, out.imag, x[..., 2 * pairs :]], axis=-1)
 
 
-def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """One token's q [H, D] over k, v [S, K, D] -> [H, D], in float64."""
+def softmax_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """One token's q [H, D] over k, v [S, K, D] -> [H, D], in float64. Each head's sink is one more
+    score, of no value."""
     group = q.shape[0] // k.shape[1]
     out = []
     for head in range(q.shape[0]):
         scores = k[:, head // group] @ q[head] * scale
-        weights = np.exp(scores - scores.max())
-        out.append(weights @ v[:, head // group] / weights.sum())
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        sink = -np.inf if sinks is None else sinks[head]
+        most = max(scores.max(), sink)
+        weights = np.exp(scores - most)
+        out.append(weights @ v[:, head // group] / (weights.sum() + np.exp(sink - most)))
     return np.stack(out)
 
 
@@ -168,9 +179,12 @@ class Shelf:
         q: np.ndarray,
         rope: Rope,
         scale: float,
+        window: int = 0,
+        **more,
     ) -> np.ndarray:
         """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, D]; nan where
-        there is no token."""
+        there is no token. A token sees the last `window` of the row's tokens up to itself, 0 for
+        all; `more` is for `softmax_attention`."""
         out = np.full(q.shape, np.nan)
         for r, row in enumerate(rows):
             for t in range(count[r]):
@@ -181,13 +195,14 @@ class Shelf:
                 keys, values = (np.stack(side) for side in zip(*seen, strict=True))
                 keys = rotated(keys, np.arange(len(seen)), rope, rope.attention_factor)
                 query = rotated(q[r, t], np.asarray(len(seen) - 1), rope, rope.attention_factor)
-                out[r, t] = softmax_attention(query, keys, values, scale)
+                inside = slice(-window, None) if window else slice(None)
+                out[r, t] = softmax_attention(query, keys[inside], values[inside], scale, **more)
         return out
 
 
 class DenseModel:
-    """The whole transformer in float64 numpy, over a `Shelf` for each layer. Writes Llama down once
-    more, with biases and q/k norms."""
+    """The whole transformer in float64 numpy, over a `Shelf` for each layer. Writes down once more
+    what families of dense models have: biases, norms, multipliers, windows and softcaps."""
 
     def __init__(self, config: ModelConfig, params, num_blocks: int):
         self.config = config
@@ -210,31 +225,54 @@ class DenseModel:
         count = [len(t) for t in tokens]
         x = np.zeros((len(rows), max(count), c.hidden_size))
         for r, new in enumerate(tokens):
-            x[r, : len(new)] = p["embed"]["embedding"][list(new)]
-
-        def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-            return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + c.norm_eps) * scale
-
-        def linear(x: np.ndarray, w) -> np.ndarray:
-            return x @ w["kernel"].T + w.get("bias", 0.0)
-
-        for i, shelf in enumerate(self.shelves):
+            x[r, : len(new)] = p["embed"]["embedding"][list(new)] * c.embedding_multiplier
+        for i in range(c.num_layers):
             layer = p[f"layers_{i}"]
-            a, h = layer["attention"], norm(x, layer["attention_norm"]["scale"])
-            q, k, v = (linear(h, a[n]).reshape(*h.shape[:2], -1, c.head_dim) for n in "qkv")
-            if c.qk_norm:
-                q, k = norm(q, a["q_norm"]["scale"]), norm(k, a["k_norm"]["scale"])
-            shelf.append(rows, count, k, v)
-            out = np.nan_to_num(shelf.attend(rows, count, q, c.rope, c.head_dim**-0.5))
-            x = x + linear(out.reshape(*x.shape[:2], -1), a["o"])
-            h, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
-            gate = linear(h, mlp["gate"])
-            x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
-        logits = (
-            norm(x, p["norm"]["scale"])
-            @ (p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]).T
-        )
+            out = self._attention(i, self._normed(x, layer, "attention_norm"), rows, count)
+            x = x + self._normed(out, layer, "attention_post_norm") * c.residual_multiplier
+            out = self._mlp(layer["mlp"], self._normed(x, layer, "mlp_norm"))
+            x = x + self._normed(out, layer, "mlp_post_norm") * c.residual_multiplier
+        table = p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]
+        logits = self._normed(x, p, "norm") @ table.T / c.logit_divisor
+        if c.logit_softcap:
+            logits = c.logit_softcap * np.tanh(logits / c.logit_softcap)
         return [logits[r, :n] for r, n in enumerate(count)]
+
+    def _normed(self, x: np.ndarray, module, name: str) -> np.ndarray:
+        """x where the model has no such norm."""
+        if name not in module:
+            return x
+        scale = module[name]["scale"] + self.config.norm_adds_one
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.config.norm_eps) * scale
+
+    def _attention(self, i: int, x: np.ndarray, rows, count: list[int]) -> np.ndarray:
+        c, a, shelf = self.config, self.params[f"layers_{i}"]["attention"], self.shelves[i]
+        q, k, v = (linear(x, a[name]) for name in "qkv")
+        if c.qk_norm_whole:
+            q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")
+        q, k, v = (y.reshape(*x.shape[:2], -1, c.head_dim) for y in (q, k, v))
+        if c.qk_norm:
+            q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")
+        shelf.append(rows, count, k, v)
+        scale = c.head_dim**-0.5 if c.score_scale is None else c.score_scale
+        more: dict[str, Any] = {"window": c.windows[i]} if c.windows else {}
+        more |= {"softcap": c.attention_softcap} if c.attention_softcap else {}
+        more |= {"sinks": a["sinks"]} if c.attention_sinks else {}
+        rope = c.layer_ropes[i] if c.layer_ropes else c.rope
+        out = np.nan_to_num(shelf.attend(rows, count, q, rope, scale, **more))
+        return linear(out.reshape(*x.shape[:2], -1), a["o"])
+
+    def _mlp(self, mlp, x: np.ndarray) -> np.ndarray:
+        gate = linear(x, mlp["gate"])
+        if self.config.activation == "silu":
+            gate = gate / (1 + np.exp(-gate))
+        else:
+            gate = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+        return linear(gate * linear(x, mlp["up"]), mlp["down"])
+
+
+def linear(x: np.ndarray, w) -> np.ndarray:
+    return x @ w["kernel"].T + w.get("bias", 0.0)
 
 
 def cache_with(
