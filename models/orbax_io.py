@@ -43,6 +43,7 @@ from jaxshare.models.safetensors_io import (
 from jaxshare.models.tensor_names import (
     ExpectedTensor,
     expected_tensors,
+    kept_dtype,
     taken_apart,
     tensor_name,
 )
@@ -322,7 +323,9 @@ def restore_params(
     target = nested(
         {
             tensor.path: jax.ShapeDtypeStruct(
-                tensor.shape, dtype, sharding=initial_sharding(tensor.path)
+                tensor.shape,
+                kept_dtype(tensor.path, dtype),
+                sharding=initial_sharding(tensor.path),
             )
             for tensor in expected.values()
         }

@@ -13,8 +13,8 @@ from jaxshare.models.config import ModelConfig
 
 QKV, GATE_UP = "qkv", "gate_up"
 """The names of packed projections."""
-_MODULES = {QKV: "attention", GATE_UP: "mlp"}
-"""The module of a layer that each is in."""
+_PLACES = {QKV: "attention", GATE_UP: "mlp"}
+"""The modules of a layer that have them."""
 
 
 def part_sizes(config: ModelConfig) -> dict[str, dict[str, int]]:
@@ -51,7 +51,7 @@ def _packed_layer(layer: Any, config: ModelConfig) -> Any:
         return layer
     found = {name: {**module} for name, module in layer.items()}
     for name, sizes in part_sizes(config).items():
-        module = found.get(_MODULES[name])
+        module = found.get(_PLACES[name])
         if module is None:  # a layer with experts
             continue
         parts = [module.pop(part) for part in sizes]
@@ -74,7 +74,7 @@ def _parts(layer: Any, config: ModelConfig) -> Any:
         return layer
     found = {name: {**module} for name, module in layer.items()}
     for name, sizes in part_sizes(config).items():
-        module = found.get(_MODULES[name], {})
+        module = found.get(_PLACES[name], {})
         whole, start = module.pop(name, None), 0
         for part, size in sizes.items() if whole else ():
             module[part] = {key: value[start : start + size] for key, value in whole.items()}

@@ -30,6 +30,7 @@ from jaxshare.models.tensor_names import (
     Part,
     assembled,
     expected_tensors,
+    kept_dtype,
     stored_shapes,
 )
 
@@ -243,14 +244,15 @@ def read_params(
     params: dict[tuple[str, ...], Array] = {}
     for name, value in read_tensors(stored, expected):
         path = expected[name].path
-        if check and not _is_finite(value, dtype):
+        kept = kept_dtype(path, dtype)
+        if check and not _is_finite(value, kept):
             part = next(
                 part
                 for part, one in zip(expected[name].parts, value, strict=False)
-                if not expected[name].is_stacked or not _is_finite(one, dtype)
+                if not expected[name].is_stacked or not _is_finite(one, kept)
             )
-            raise not_finite(f"{stored[part.name].file}: {part.name}", value.dtype, dtype)
-        params[path] = put(path, value.astype(dtype)) if put else _on_device(value, dtype)
+            raise not_finite(f"{stored[part.name].file}: {part.name}", value.dtype, kept)
+        params[path] = put(path, value.astype(kept)) if put else _on_device(value, kept)
         params[path].block_until_ready()
     return {"params": nested(params)}
 

@@ -38,6 +38,9 @@ _MODULES = {
 the index of an expert; the parameters of experts are stacked."""
 
 
+_SUFFIXES = {"bias": ".bias", "sinks": "", "choice_bias": ".e_score_correction_bias"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """Some rows of a tensor of a checkpoint, or all.
@@ -117,7 +120,7 @@ def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str
     """
     modules = _modules(config)
     *module, leaf = path
-    suffix = {"bias": ".bias", "sinks": ""}.get(leaf, ".weight")
+    suffix = _SUFFIXES.get(leaf, ".weight")
     if path[0] == "head":
         return f"lm_head{suffix}"
     layer = ""
@@ -202,6 +205,12 @@ def _part_of_kv_b(
     size, first = mla.nope_dim + mla.value_dim, path[-2] == "k_b"
     start, stop = (0, mla.nope_dim) if first else (mla.nope_dim, size)
     return Part(name, (config.num_heads * size, *shape[1:]), start, stop, config.num_heads)
+
+
+def kept_dtype(path: tuple[str, ...], dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype of a parameter in a model of `dtype`: float32 for a bias by which experts
+    are chosen, since rounding it would choose others."""
+    return jnp.dtype(jnp.float32) if path[-1] == "choice_bias" else dtype
 
 
 def stored_shapes(expected: Mapping[str, ExpectedTensor]) -> dict[str, tuple[int, ...]]:
