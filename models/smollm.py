@@ -50,9 +50,8 @@ def _read_ropes(
         return found
     if "short_rope" in found:
         raise fields.error("rope_scaling", "longrope is not supported beside layers without rope")
-    rope: Rope = found["rope"]
-    none = Rope.none(rope.rotary_dim)
-    return found | dict(layer_ropes=tuple(rope if turns else none for turns in rotates))
+    ropes = tuple(found["rope"] if turns else Rope.none() for turns in rotates)
+    return found | dict(layer_ropes=ropes)
 
 
 FAMILIES = {
