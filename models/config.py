@@ -14,14 +14,8 @@ from jaxshare.models.moe import MoE
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
-FAMILIES = (
-    llama.FAMILIES
-    | qwen.FAMILIES
-    | qwen_moe.FAMILIES
-    | mixtral.FAMILIES
-    | olmoe.FAMILIES
-    | deepseek.FAMILIES
-)
+_MODULES = deepseek, llama, mixtral, olmoe, qwen, qwen_moe
+FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 
 _MAX_LAYERS = 10_000
 """More than any model has; each takes time to compile."""
