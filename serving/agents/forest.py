@@ -146,6 +146,17 @@ class ForestOfThoughts(Supervisor):
             for state in states
         ]
 
+    def pending(self) -> list[State] | None:
+        states = [*self._ready, *(state for each in (self._held or {}).values() for state in each)]
+        states += [thought for each in self._corrections.values() for thought in each.thoughts]
+        for tree in self._trees:
+            if not tree.over:
+                more = tree.pending()
+                if more is None:
+                    return None
+                states += more
+        return states
+
     # States of the trees.
 
     def _number_of(self, state: State) -> int:

@@ -33,6 +33,9 @@ class LevelSearch(Paths):
     def judges(self, state: State) -> bool:
         return super().judges(state) and (self._depth > 0 or state.finished)
 
+    def pending(self) -> Sequence[State]:
+        return [*self._ready, *(state for state in self._level if not state.ended)]
+
     def reached(self, state: State) -> None:
         if state.is_proposal and not state.ended:
             firings = self.proposals(state)
@@ -164,6 +167,9 @@ class TreeOfThoughts(LevelSearch):
     def proposals(self, state: State) -> int:
         count = state.firings(1)
         return count if self.generate == "sample" else min(count, self.breadth)
+
+    def pending(self) -> Sequence[State]:
+        return [*super().pending(), *(state for state, _ in self._stack)]
 
     def keeps(self, state: State) -> bool:
         return self.vote is not None or self._is_good(state)

@@ -38,8 +38,14 @@ class _IndependentPaths(Paths):
         self._num_open = self.n
         self._ready += [root] * self.n
 
+    def refires(self, state: State) -> bool:
+        return state.waiting is None  # all paths part at the start
+
     def judges(self, state: State) -> bool:
         return self.value is not None and state.finished
+
+    def pending(self) -> Sequence[State]:
+        return self._ready
 
     def reached(self, state: State) -> None:
         if not state.ended:
@@ -138,6 +144,9 @@ class SelfRefine(Paths):
         self._finished: list[State] = []
         self._inquiry: Inquiry | None = None
         self._ready.append(root)
+
+    def refires(self, state: State) -> bool:
+        return state.waiting is None  # every round begins anew
 
     def judges(self, state: State) -> bool:
         return self.value is not None and state.finished

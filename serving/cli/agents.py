@@ -36,7 +36,11 @@ from jaxshare.serving.agents.compiler.frames import FRAME
 from jaxshare.serving.agents.endpoint import OpenAIModel
 from jaxshare.serving.agents.errors import PausedError
 from jaxshare.serving.agents.journal import Journal
-from jaxshare.serving.agents.profile_pictures import contribution_picture, profile_picture
+from jaxshare.serving.agents.profile_pictures import (
+    contribution_picture,
+    profile_picture,
+    workflow_picture,
+)
 from jaxshare.serving.agents.questions import OpenQuestion
 from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
@@ -83,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE", help="write states, scores and times as JSON"
     )
     run_parser.add_argument(
-        "--plots", metavar="DIR", help="draw the search trees and a timeline into this folder"
+        "--plots",
+        metavar="DIR",
+        help="draw search trees, a timeline and how agents work together into this folder",
     )
     agents_options.add_journal(run_parser)
     agents_options.add_engine(run_parser)
@@ -268,14 +274,17 @@ def _model(
         return agent_models.endpoint_model(options)
     name = options.model or getattr(module, "MODEL", "embedded")
     if not isinstance(name, str):
-        return name, f"the {type(name).__name__} of {options.file}"
+        model = f"the {type(name).__name__} of {options.file}"
+        has = "has its own" if isinstance(name, EngineModel) else "has none"
+        agents_options.refuse_engine(options, f"{model} {has}")
+        return name, model
     if name == "scripted":
         if not hasattr(module, "scripted"):
             raise ValueError(
                 f"{options.file} brings no scripted model; give --model embedded, a folder or a "
                 "hub id"
             )
-        agents_options.refuse_engine(options)
+        agents_options.refuse_engine(options, "the scripted model has none")
         model = _call(module, "scripted", options)
         return (
             model,
@@ -311,6 +320,7 @@ def _write(
             pictures = {
                 "timeline.png": timeline_picture(trace),
                 "profile.png": profile_picture(trace),
+                "workflow.png": workflow_picture(trace),
             }
             if shares := getattr(model, "contributions", None):
                 pictures["contributions.png"] = contribution_picture([*shares])

@@ -29,7 +29,7 @@ from jaxshare.serving.errors import EngineError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import as_sampler, default_sampler, warn_of_equal_texts
 from jaxshare.serving.kvcache.lease import LeaseTable
-from jaxshare.serving.kvcache.policy import Policy
+from jaxshare.serving.kvcache.policy import Policy, SearchPlace
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
@@ -66,6 +66,7 @@ class Engine(SessionHost):
         logits_cache: int | LogitsCache = 0,
         kept_logits: int = 256,
         hotspot: Hotspot = USUAL,
+        resample_always: bool = False,
     ):
         """Allocates the accelerator's memory; nothing is computed yet.
 
@@ -87,6 +88,8 @@ class Engine(SessionHost):
             use; or an existing one.
           kept_logits: number of the largest logits to keep, beside the mass of the rest.
           hotspot: the rule for requests with `resample="hotspot"`.
+          resample_always: use the Logits Cache for every request with `resample`, even where that
+            seems to take more time than it spares; then no text of a hotspot depends on times.
 
         Raises:
           ValueError: an unknown policy, a number below 1, memory for less than one token or block,
@@ -103,7 +106,9 @@ class Engine(SessionHost):
         self.model, metrics = model.for_context(model.config.max_positions), Metrics()
         logits = validation.logits_cache_for(self.model, logits_cache, kept_logits)
         sizes = tokens, host, self.rows, passes and self.passes
-        scheduler = create_scheduler(self.model, metrics, sizes, policy, logits, hotspot)
+        scheduler = create_scheduler(
+            self.model, metrics, sizes, policy, logits, hotspot, resample_always=resample_always
+        )
         leases = LeaseTable(scheduler.kv, agreement.device_lock(model.mesh))
         super().__init__(scheduler, leases, metrics)
         self._numbers, self._seeds = itertools.count(), DerivedSeeds(as_integer("seed", seed))
@@ -157,6 +162,7 @@ class Engine(SessionHost):
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         next_seed: int | None = None,
+        place: SearchPlace | None = None,
     ) -> Any:
         """Submits a request; from any thread, without waiting. None leaves an option to the sampler.
 
@@ -177,6 +183,7 @@ class Engine(SessionHost):
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
           tools, chat_template_kwargs: with messages; see `encode_messages`.
           next_seed: of the next request with this prompt, whose replay is then computed ahead.
+          place: in the search of an agent, whose finished branches are evicted first.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
@@ -189,7 +196,7 @@ class Engine(SessionHost):
         several = validation.samples_of_prompt(sampler, n, best_of, resample)
         given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
-        given |= {"top_logprobs": top_logprobs, "next_seed": next_seed}
+        given |= {"top_logprobs": top_logprobs, "next_seed": next_seed, "place": place}
         options = validation.RequestOptions.checked(
             self.model,
             sampler=sampler,
