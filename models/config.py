@@ -7,14 +7,43 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshare.argument_checks import as_integer
-from jaxshare.models import deepseek, llama, mixtral, olmoe, qwen, qwen_moe
+from jaxshare.models import (
+    deepseek,
+    gemma,
+    glm,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    olmoe,
+    phi,
+    qwen,
+    qwen_moe,
+    smollm,
+)
 from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models.layer_types import same_everywhere
 from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
-_MODULES = deepseek, llama, mixtral, olmoe, qwen, qwen_moe
+_MODULES = (
+    llama,
+    qwen,
+    qwen_moe,
+    phi,
+    mistral,
+    mixtral,
+    gemma,
+    deepseek,
+    smollm,
+    olmo,
+    olmoe,
+    granite,
+    glm,
+)
 FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 
 _MAX_LAYERS = 10_000
@@ -312,9 +341,10 @@ def _from_fields(fields: Fields) -> ModelConfig:
         raise fields.error(
             "num_key_value_heads", f"it must divide num_attention_heads, {num_heads}"
         )
-    _check_fixed(fields, num_layers)
+    _check_fixed(fields, num_layers, specific)
     rotary = specific.pop("rotary_dim", specific["head_dim"])
     max_positions = fields.positive("max_position_embeddings", int)
+    ropes = (family.read_ropes or read_rope)(fields, rotary, max_positions, family.default_theta)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.positive("vocab_size", int),
@@ -324,8 +354,8 @@ def _from_fields(fields: Fields) -> ModelConfig:
         num_heads=num_heads,
         norm_eps=fields.positive("rms_norm_eps", float),
         max_positions=max_positions,
-        tie_embeddings=fields.take("tie_word_embeddings", bool, False),
-        **read_rope(fields, rotary, max_positions, family.default_theta),
+        tie_embeddings=fields.take("tie_word_embeddings", bool, family.tied_by_default),
+        **ropes,
         **specific,
     )
     fields.finish(_NO_EFFECT)
@@ -335,7 +365,11 @@ def _from_fields(fields: Fields) -> ModelConfig:
 def _architecture(fields: Fields) -> str:
     names = fields.take("architectures", list)
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in FAMILIES:
-        raise fields.error("architectures", f"only {', '.join(FAMILIES)} are supported")
+        raise fields.error(
+            "architectures",
+            f"only {', '.join(FAMILIES)} are supported; docs/adding_a_model.md says what another "
+            "one takes",
+        )
     family = FAMILIES[names[0]]
     types = family.model_type, *family.other_types
     if fields.take("model_type", str, family.model_type) not in types:
@@ -343,23 +377,17 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _check_fixed(fields: Fields, num_layers: int) -> None:
-    """Checks fields that must have one value, because the layers implement nothing else."""
-    if fields.take("hidden_act", str, "silu") not in ("silu", "swish"):
+def _check_fixed(fields: Fields, num_layers: int, specific: Mapping[str, Any]) -> None:
+    """Checks fields that must have one value in families that do not read them."""
+    if "activation" not in specific and fields.take("hidden_act", str, "silu") not in (
+        "silu",
+        "swish",
+    ):
         raise fields.error("hidden_act", "only silu (also called swish) is supported")
     if not fields.take("is_causal", bool, True):
         raise fields.error("is_causal", "only causal models are supported")
-    kinds = fields.take("layer_types", list, None)
-    # "attention" is the former name of "full_attention".
-    if kinds is not None and (
-        len(kinds) != num_layers
-        or any(kind not in ("full_attention", "attention") for kind in kinds)
-    ):
-        raise fields.error(
-            "layer_types",
-            f"it must be full_attention for each of the {num_layers} layers; no other type is "
-            "supported",
-        )
+    if "windows" not in specific:
+        same_everywhere(fields, num_layers, None)
     if fields.values.get("quantization_config"):
         raise fields.error(
             "quantization_config",
