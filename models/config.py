@@ -278,6 +278,16 @@ class ModelConfig:
         }
 
     @property
+    def mlp_numbers(self) -> int:
+        """The numbers of a token that the widest MLP of a layer has at once: units of gate and up,
+        and the outputs of experts."""
+        moe = self.moe
+        if moe is None:
+            return 2 * self.intermediate_size
+        of_experts = moe.top_k * (2 * moe.expert_size + self.hidden_size) + 2 * moe.shared_size
+        return max(2 * self.intermediate_size, of_experts)
+
+    @property
     def scale(self) -> float:
         """The scale of attention scores."""
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
