@@ -17,12 +17,15 @@ from jaxshare.sharding import CyclicSharding
 
 Arenas = tuple[
     tuple[Float[Array, "K tokens D"], ...],
-    tuple[Float[Array, "K tokens D"], ...],
+    tuple[Float[Array, "K tokens _"], ...],
 ]
 """Keys and values of all layers."""
 
-Windows = tuple[tuple[Float[Array, "K N D"], ...], tuple[Float[Array, "K N D"], ...]]
+Windows = tuple[tuple[Float[Array, "K N D"], ...], tuple[Float[Array, "K N _"], ...]]
 """Keys and values of N tokens in all layers."""
+
+Angles = tuple[tuple[Float32[Array, " _"], Float32[Array, " _"]], ...]
+"""cos and sin by which the pairs of each layer's keys are rotated."""
 
 
 @runtime_checkable
@@ -200,7 +203,7 @@ def append_tokens(
     keys: Array,
     values: Array,
     k: Float[Array, "R T K D"],
-    v: Float[Array, "R T K D"],
+    v: Float[Array, "R T K _"],
     plan: Appends,
 ) -> tuple[Array, Array]:
     """One layer's arenas with new keys and values, the keys rotated; see `KVCache.append`."""
@@ -283,8 +286,7 @@ def copy_tokens(
     source: Int32[Array, ""],
     target: Int32[Array, ""],
     count: Int32[Array, ""],
-    cos: Float32[Array, " P"],
-    sin: Float32[Array, " P"],
+    angles: Angles,
 ) -> Arenas:
     """Copies `count` tokens from `source` to `target`, which may overlap, keys rotated further by
     one angle per pair."""
@@ -299,15 +301,15 @@ def copy_tokens(
         real = ((token >= 0) & (token < left))[:, None]
         pick = jnp.clip(token + (source + done - read), 0, tile - 1)
 
-        def copied(arena: Array, rotates: bool) -> Array:
+        def copied(arena: Array, angle: tuple[Array, Array] | None = None) -> Array:
             piece = jnp.take(jax.lax.dynamic_slice_in_dim(arena, read, tile, axis=1), pick, axis=1)
-            piece = rotate(piece, cos, sin) if rotates else piece
+            piece = piece if angle is None else rotate(piece, *angle)
             window = jax.lax.dynamic_slice_in_dim(arena, write, tile, axis=1)
             return jax.lax.dynamic_update_slice_in_dim(
                 arena, jnp.where(real, piece, window), write, axis=1
             )
 
-        return tuple(copied(k, True) for k in arenas[0]), tuple(copied(v, False) for v in arenas[1])
+        return tuple(map(copied, arenas[0], angles)), tuple(map(copied, arenas[1]))
 
     return _by_tiles(copy_tile, arenas, source, target, count, tile)
 
@@ -318,8 +320,7 @@ def copy_tokens_over(
     source: Int32[Array, ""],
     target: Int32[Array, ""],
     count: Int32[Array, ""],
-    cos: Float32[Array, " P"],
-    sin: Float32[Array, " P"],
+    angles: Angles,
 ) -> Arenas:
     """Copies as `copy_tokens` does, where tokens are spread over devices: every device reads what
     any of them keeps, and writes what it is to keep."""
@@ -328,7 +329,7 @@ def copy_tokens_over(
         token = done + jnp.arange(_COPY_TILE)
         # Indices after the last token are -1: neither read nor written.
         keys, values = take(sharded, arenas, jnp.where(token < count, source + token, -1))
-        new = tuple(rotate(k, cos, sin) for k in keys), values
+        new = tuple(rotate(k, *a) for k, a in zip(keys, angles, strict=True)), values
         return put(sharded, arenas, jnp.where(token < count, target + token, -1), new)
 
     return _by_tiles(copy_tile, arenas, source, target, count, _COPY_TILE)

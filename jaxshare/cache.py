@@ -1,6 +1,7 @@
 """KVCache: the keys and values of all blocks, a frozen pytree; its transitions return new ones.
 
-Physically there is one arena [K, tokens, D] for keys and one for values in every layer. A block is
+Physically there is one arena [K, tokens, D] for keys and one for values in every layer, that of
+values with a D of 0 where a token's value is a part of its key (`CacheConfig`). A block is
 an extent of all arenas: offset, length, capacity. Its keys are rotated as though the block started
 at position `phase`, which is 0 for a block that was written from empty. So rows can list blocks in
 any order (Hogwild! Inference section 3.4: the query is rotated instead), and a block is cut in two
@@ -8,10 +9,8 @@ without touching a key.
 """
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,47 +33,11 @@ from jaxshare.arena import (
     copy_tokens_over,
     extents,
 )
+from jaxshare.cache_config import CacheConfig
+from jaxshare.faults import Fault
 from jaxshare.layout import is_concrete
 from jaxshare.rope import Rope
 from jaxshare.sharding import CyclicSharding, on_each
-
-
-class CacheConfig(Protocol):
-    """The part of a model's config that a cache needs."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rope(self) -> Rope: ...
-
-
-class Fault(enum.IntFlag):
-    """Errors found inside jit, where nothing can be raised; `KVCache.check` raises them."""
-
-    OVERFLOW = 1
-    UNKNOWN_BLOCK = 2
-    REPEATED_BLOCK = 4
-    TWO_WRITERS = 8
-    BAD_CUT = 16
-
-    def describe(self) -> str:
-        """A sentence for each fault, joined by semicolons."""
-        sentences = {
-            Fault.OVERFLOW: "a block was written beyond its capacity; the tokens that did not fit "
-            "were dropped: create the cache with larger capacities",
-            Fault.UNKNOWN_BLOCK: "a row listed a block that the cache does not have, or a "
-            "transition named one",
-            Fault.REPEATED_BLOCK: "a row listed the same block twice",
-            Fault.TWO_WRITERS: "two rows wrote the same block in one pass; the last block that a "
-            "row lists must be its own",
-            Fault.BAD_CUT: "a block was cut outside its tokens, or into a tail that owns a part of "
-            "the cache",
-        }
-        return "; ".join(text for fault, text in sentences.items() if fault in self)
 
 
 @jax.tree_util.register_dataclass
@@ -90,13 +53,14 @@ class KVCache:
       phases: the position to which each block's first key is rotated.
       faults: `Fault` flags raised inside jit; sticky.
       rope: the rotation of the keys (static).
+      layer_ropes: that of each layer's keys where layers differ; else empty (static).
       mesh: the devices over which the arenas are spread, or None for one device (static). kv heads
         are cut along its axis `tensor`, tokens dealt out along `kv` (`CyclicSharding`); all else is
         on every device.
     """
 
     keys: tuple[Float[Array, "K tokens D"], ...]
-    values: tuple[Float[Array, "K tokens D"], ...]
+    values: tuple[Float[Array, "K tokens _"], ...]
     offsets: Int32[Array, " B"]
     lengths: Int32[Array, " B"]
     capacities: Int32[Array, " B"]
@@ -104,6 +68,7 @@ class KVCache:
     faults: Int32[Array, ""]
     rope: Rope = dataclasses.field(metadata={"static": True})
     mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
+    layer_ropes: tuple[Rope, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     @classmethod
     def create(
@@ -161,13 +126,16 @@ class KVCache:
             )
         tokens += -tokens % CyclicSharding.over(mesh).period
         shape = config.num_kv_heads, tokens, config.head_dim
+        value_shape = *shape[:2], config.value_dim
         zeros = np.zeros(num_blocks, np.int32)
         if mesh is not None:
             sharding.check_shape("the cache", shape, ARENA, mesh)
         device = None if mesh is None else sharding.sharding(mesh, ARENA)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
-            values=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
+            values=tuple(
+                jnp.zeros(value_shape, dtype, device=device) for _ in range(config.num_layers)
+            ),
             offsets=jax.device_put(zeros),
             lengths=jax.device_put(zeros),
             capacities=jax.device_put(zeros),
@@ -175,6 +143,7 @@ class KVCache:
             faults=jax.device_put(np.int32(0)),
             rope=config.rope,
             mesh=mesh,
+            layer_ropes=config.layer_ropes,
         )
 
     @property
@@ -193,6 +162,11 @@ class KVCache:
         )
 
     @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotation of each layer's keys."""
+        return self.layer_ropes or (self.rope,) * len(self.keys)
+
+    @property
     def num_blocks(self) -> int:
         """B."""
         return self.lengths.shape[0]
@@ -203,7 +177,7 @@ class KVCache:
         return sum(a.shape[0] * a.shape[2] * a.dtype.itemsize for a in (*self.keys, *self.values))
 
     def append(
-        self, layer: int, k: Float[Array, "R T K D"], v: Float[Array, "R T K D"], plan: Appends
+        self, layer: int, k: Float[Array, "R T K D"], v: Float[Array, "R T K _"], plan: Appends
     ) -> "KVCache":
         """Writes one layer's new keys and values at the ends of the blocks that the rows write.
         Lengths change in `advance`.
@@ -419,9 +393,9 @@ def _moved(cache: KVCache, source: Array, target: Array, where: Array) -> KVCach
     fits = (start + count <= cache.capacities[target]) & (source != target)
     count = jnp.where(known & fits & where, count, 0)
     fault = jnp.where(known, jnp.where(fits, 0, Fault.OVERFLOW.value), Fault.UNKNOWN_BLOCK.value)
-    angles = cache.rope.cos_sin(cache.phases[target] + start - cache.phases[source], scaled=False)
+    further = cache.phases[target] + start - cache.phases[source]
     return dataclasses.replace(
-        _copied(cache, cache.offsets[source], cache.offsets[target] + start, count, angles),
+        _copied(cache, cache.offsets[source], cache.offsets[target] + start, count, further),
         lengths=cache.lengths.at[source].add(-count).at[target].add(count),
         faults=cache.faults | jnp.where(where, fault, 0),
     )
@@ -430,21 +404,21 @@ def _moved(cache: KVCache, source: Array, target: Array, where: Array) -> KVCach
 @functools.partial(jax.jit, donate_argnames="cache")
 def _relocated(cache: KVCache, block: Array, offset: Array) -> KVCache:
     """The cache with a block's tokens at another offset."""
-    angles = cache.rope.cos_sin(jnp.zeros((), jnp.int32), scaled=False)
+    further = jnp.zeros((), jnp.int32)
     return dataclasses.replace(
-        _copied(cache, cache.offsets[block], offset, cache.lengths[block], angles),
+        _copied(cache, cache.offsets[block], offset, cache.lengths[block], further),
         offsets=cache.offsets.at[block].set(offset),
     )
 
 
-def _copied(
-    cache: KVCache, source: Array, target: Array, count: Array, angles: tuple[Array, Array]
-) -> KVCache:
-    """Copies `count` tokens of the arenas, keys rotated further by (cos, sin) of each pair."""
+def _copied(cache: KVCache, source: Array, target: Array, count: Array, further: Array) -> KVCache:
+    """Copies `count` tokens of the arenas, keys rotated by `further` positions more."""
     sharded, none = cache.token_sharding, PartitionSpec()
     copy = copy_tokens if sharded.axis is None else functools.partial(copy_tokens_over, sharded)
     arenas = cache.specs.keys, cache.specs.values
+    tables = {rope: rope.cos_sin(further, scaled=False) for rope in {*cache.ropes}}
+    angles = tuple(tables[rope] for rope in cache.ropes)
     keys, values = on_each(
-        copy, cache.mesh, in_specs=(arenas, none, none, none, none, none), out_specs=arenas
-    )((cache.keys, cache.values), source, target, count, *angles)
+        copy, cache.mesh, in_specs=(arenas, none, none, none, none), out_specs=arenas
+    )((cache.keys, cache.values), source, target, count, angles)
     return dataclasses.replace(cache, keys=keys, values=values)

@@ -118,7 +118,7 @@ def with_tokens(
     cache: KVCache,
     index: Int32[np.ndarray, " N"],
     keys: Sequence[Float[Array | np.ndarray, "heads N D"]],
-    values: Sequence[Float[Array | np.ndarray, "heads N D"]],
+    values: Sequence[Float[Array | np.ndarray, "heads N _"]],
     repeats: int = 1,
 ) -> KVCache:
     """The cache, whose arenas are donated, with tokens of another one at these indices; arguments

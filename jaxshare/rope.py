@@ -49,6 +49,11 @@ class Rope:
         return cls(_as_tuple(_base_frequencies(rotary_dim, theta)))
 
     @classmethod
+    def none(cls) -> "Rope":
+        """No rotation, for layers without positions."""
+        return cls(())
+
+    @classmethod
     def linear(cls, rotary_dim: int, theta: float, factor: float) -> "Rope":
         """Position interpolation: divides positions by `factor`."""
         return cls(_as_tuple(_base_frequencies(rotary_dim, theta) / factor))

@@ -37,6 +37,7 @@ RULES: Mapping[str, str] = {
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,
+    "experts": TENSOR,
     "vocab": TENSOR,
     "tokens": KV,
 }

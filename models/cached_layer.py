@@ -4,8 +4,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
@@ -13,11 +13,12 @@ from jaxshare import cpu
 from jaxshare.arena import append_tokens
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.plan import Plan
+from jaxshare.models.decoder_layer import Layer
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "implementation"))
 def run_layer(
-    layer: nn.Module,
+    layer: Layer,
     params: Mapping[str, Any],
     x: Float[Array, "R T M"],
     keys: Array,
@@ -27,14 +28,20 @@ def run_layer(
 ) -> tuple[Float[Array, "R T M"], Array, Array]:
     """One layer of a pass: its output, and its arenas with the new tokens.
 
-    Layers have the same shapes, so that all of them are traced once.
+    Layers of one form have the same shapes, so that all of them are traced once.
     """
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
+    config = layer.config
+    how = {"scale": config.scale, "softcap": config.attention_softcap}
+
+    def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
         nonlocal keys, values
         new = keys, values, k, v, plan
         keys, values = cpu.append_tokens(*new, implementation) or append_tokens(*new)
-        return block_attention(q, keys, values, plan, implementation=implementation)
+        return block_attention(
+            q, keys, values, plan, sinks=sinks, implementation=implementation, **how
+        )
 
-    out: Any = layer.apply({"params": params}, x, attend)
+    real = jnp.arange(x.shape[1]) < plan.count[:, None]
+    out: Any = layer.apply({"params": params}, x, attend, real)
     return out, keys, values

@@ -4,15 +4,18 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxshare.argument_checks import as_integer
-from jaxshare.models import llama, qwen
+from jaxshare.models import deepseek, llama, mixtral, olmoe, qwen, qwen_moe
 from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models.mla import MLA
+from jaxshare.models.moe import MoE
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
-FAMILIES = llama.FAMILIES | qwen.FAMILIES
+_MODULES = deepseek, llama, mixtral, olmoe, qwen, qwen_moe
+FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 
 _MAX_LAYERS = 10_000
 """More than any model has; each takes time to compile."""
@@ -60,6 +63,8 @@ _NO_EFFECT = frozenset(
         "task_specific_params",
         # training
         "initializer_range",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "attention_dropout",
         "attention_probs_dropout_prob",
         "hidden_dropout",
@@ -100,6 +105,7 @@ _NO_EFFECT = frozenset(
         "output_attentions",
         "output_hidden_states",
         "output_scores",
+        "output_router_logits",
         "return_dict",
         "return_dict_in_generate",
         "use_return_dict",
@@ -112,11 +118,26 @@ _NO_EFFECT = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+class LayerForm(NamedTuple):
+    """The ways in which layers of one model differ. Layers of one form are traced once.
+
+    Attributes:
+      rope: the rotation of its queries and keys.
+      window: tokens that a token sees, itself included; 0 for all.
+      is_sparse: it has experts in place of one MLP.
+    """
+
+    rope: Rope
+    window: int
+    is_sparse: bool
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class ModelConfig:
     """The shape and variant of a decoder.
 
-    Hashable, so that it can be static under jit. No field that config.json sets has a default.
+    Hashable, so that it can be static under jit. A field with a default is of the families that
+    differ from Llama in it.
 
     Attributes:
       rope: the rotation for the whole context, max_positions.
@@ -124,6 +145,28 @@ class ModelConfig:
       short_rope: the rotation for runs of at most short_positions tokens, in models that have
         another one for them (longrope); see for_context.
       short_positions: 0 where there is no short_rope.
+      activation: of the MLP's gate, "silu" or "gelu_tanh".
+      norm_placement: "pre" for norms of the inputs of attention and MLP, "post" for norms of their
+        outputs, "both".
+      norm_adds_one: norms multiply by 1 + scale, in float32.
+      qk_norm: queries and keys are normed head by head.
+      qk_norm_whole: they are normed over all heads together.
+      score_scale: of attention scores; None is head_dim ** -0.5.
+      attention_softcap, logit_softcap: scores and logits are softcap * tanh(x / softcap); 0 leaves
+        them as they are.
+      attention_sinks: each head has a score beside those of all keys, whose value is 0.
+      embedding_multiplier: of embeddings, rounded to their dtype.
+      residual_multiplier: of the outputs of attention and MLP.
+      logit_divisor: of logits.
+      windows: for each layer the tokens that a token sees, itself included, 0 for all; empty where
+        no layer has a window.
+      layer_ropes: for each layer its rotation; empty where all have `rope`.
+      rope_interleaved: the checkpoint rotates pairs (2 i, 2 i + 1); its rows are reordered when
+        they are read.
+      moe: the mixture of experts of layers that have one.
+      sparse_layers: for each layer whether it has experts; empty where none has.
+      mla: the sizes of multi-head latent attention, in models that have it. num_kv_heads is then 1,
+        and head_dim what a cache keeps of a token, `mla.cached_dim`.
     """
 
     architecture: str
@@ -144,6 +187,23 @@ class ModelConfig:
     qk_norm: bool
     short_rope: Rope | None = None
     short_positions: int = 0
+    activation: str = "silu"
+    norm_placement: str = "pre"
+    norm_adds_one: bool = False
+    qk_norm_whole: bool = False
+    score_scale: float | None = None
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    attention_sinks: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    windows: tuple[int, ...] = ()
+    layer_ropes: tuple[Rope, ...] = ()
+    rope_interleaved: bool = False
+    moe: MoE | None = None
+    sparse_layers: tuple[bool, ...] = ()
+    mla: MLA | None = None
 
     @classmethod
     def from_json(cls, source: Mapping[str, Any] | str | os.PathLike) -> "ModelConfig":
@@ -167,6 +227,50 @@ class ModelConfig:
                 "checkpoints"
             )
         return _from_fields(Fields(read_json(path), str(path)))
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a cached value (`jaxshare.cache_config.CacheConfig`)."""
+        return 0 if self.mla else self.head_dim
+
+    def __repr__(self) -> str:
+        """The fields, without those of other families: identities of saved files are made of it."""
+        fields = ", ".join(f"{name}={value!r}" for name, value in self.described().items())
+        return f"{type(self).__qualname__}({fields})"
+
+    def described(self) -> dict[str, Any]:
+        """The fields by their names, without those of other families that have their defaults."""
+        names = [field.name for field in dataclasses.fields(self)]
+        later = {*names[names.index("activation") :]}
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in later or getattr(self, field.name) != field.default
+        }
+
+    @property
+    def scale(self) -> float:
+        """The scale of attention scores."""
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+
+    def layer_form(self, layer: int) -> LayerForm:
+        """Returns the form of a layer."""
+        return LayerForm(
+            self.layer_ropes[layer] if self.layer_ropes else self.rope,
+            self.windows[layer] if self.windows else 0,
+            self.sparse_layers[layer] if self.sparse_layers else False,
+        )
+
+    @property
+    def layer_forms(self) -> tuple[LayerForm, ...]:
+        """The form of each layer."""
+        return tuple(map(self.layer_form, range(self.num_layers)))
+
+    def only(self, layer: int) -> "ModelConfig":
+        """Returns the configuration of a model that has one of the layers alone."""
+        by_layer = "windows", "layer_ropes", "sparse_layers"
+        one = {name: getattr(self, name)[layer : layer + 1] for name in by_layer}
+        return dataclasses.replace(self, num_layers=1, **one)
 
     def for_context(self, positions: int) -> "ModelConfig":
         """Returns the configuration for runs of at most `positions` tokens, prompt and answer.
@@ -209,6 +313,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
             "num_key_value_heads", f"it must divide num_attention_heads, {num_heads}"
         )
     _check_fixed(fields, num_layers)
+    rotary = specific.pop("rotary_dim", specific["head_dim"])
     max_positions = fields.positive("max_position_embeddings", int)
     config = ModelConfig(
         architecture=architecture,
@@ -220,7 +325,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
         norm_eps=fields.positive("rms_norm_eps", float),
         max_positions=max_positions,
         tie_embeddings=fields.take("tie_word_embeddings", bool, False),
-        **read_rope(fields, specific["head_dim"], max_positions, family.default_theta),
+        **read_rope(fields, rotary, max_positions, family.default_theta),
         **specific,
     )
     fields.finish(_NO_EFFECT)
@@ -231,9 +336,10 @@ def _architecture(fields: Fields) -> str:
     names = fields.take("architectures", list)
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in FAMILIES:
         raise fields.error("architectures", f"only {', '.join(FAMILIES)} are supported")
-    model_type = FAMILIES[names[0]].model_type
-    if fields.take("model_type", str, model_type) != model_type:
-        raise fields.error("model_type", f"for {names[0]} it must be {model_type}")
+    family = FAMILIES[names[0]]
+    types = family.model_type, *family.other_types
+    if fields.take("model_type", str, family.model_type) not in types:
+        raise fields.error("model_type", f"for {names[0]} it must be {' or '.join(types)}")
     return names[0]
 
 

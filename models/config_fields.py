@@ -11,7 +11,7 @@ from typing import Any
 REQUIRED: Any = object()
 MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
 """The largest numbers of a device's int32 and float32."""
-_MAX_HEAD_DIM = 2**16
+MAX_HEAD_DIM = 2**16
 _LONGEST = 300
 """Characters that an error quotes."""
 
@@ -120,29 +120,40 @@ class Family:
 
     Attributes:
       model_type: the `model_type` of the architecture.
+      other_types: others, of models that are computed alike.
       read: (fields, hidden_size, num_heads, num_layers) -> num_kv_heads, head_dim, qkv_bias,
-        out_bias, mlp_bias, qk_norm.
+        out_bias, mlp_bias, qk_norm, and those fields of ModelConfig in which it differs from Llama.
       default_theta: the rope theta of files without one; None where it is required.
+      predicts_later_tokens: checkpoints may have layers after the last, which predict later tokens
+        and are left out.
+      modules: the names of modules in checkpoints by their paths in a layer or a model, where they
+        are not those of Llama.
+      fused: the projections of one input that checkpoints have as one tensor, by the names that
+        `jaxshare.models.packed` has for them; `modules` has the names of their tensors.
     """
 
     model_type: str
     read: Callable[[Fields, int, int, int], dict[str, Any]]
     default_theta: float | None
+    modules: Mapping[tuple[str, ...], str] = dataclasses.field(default_factory=dict)
+    fused: frozenset[str] = frozenset()
+    other_types: tuple[str, ...] = ()
+    predicts_later_tokens: bool = False
 
 
 def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     """Reads head_dim, which defaults to hidden_size / num_heads."""
-    head_dim = fields.positive("head_dim", int, None, _MAX_HEAD_DIM)
+    head_dim = fields.positive("head_dim", int, None, MAX_HEAD_DIM)
     if head_dim is None and hidden_size % num_heads:
         raise fields.error(
             "head_dim",
             f"it must be given, because {num_heads} heads do not divide hidden_size, {hidden_size}",
         )
-    if not 1 <= (derived := head_dim or hidden_size // num_heads) <= _MAX_HEAD_DIM:
+    if not 1 <= (derived := head_dim or hidden_size // num_heads) <= MAX_HEAD_DIM:
         raise fields.error(
             "hidden_size",
             f"with {num_heads} heads each would have a size of {derived}; it must be 1 to "
-            f"{_MAX_HEAD_DIM}",
+            f"{MAX_HEAD_DIM}",
         )
     return derived
 

@@ -1,4 +1,4 @@
-"""The layers that all models share, as Flax linen modules.
+"""Decoder: the module that all models share.
 
 Axis letters: R rows, T new tokens of a row, H query heads, K kv heads, D head dim, M model dim, F
 MLP dim, V vocabulary, L layers, N traces of a batch, A selected tokens of a trace.
@@ -17,7 +17,6 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Float32, Int
 
-from jaxshare import cpu
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.block_share import block_attention_share, last_tokens
 from jaxshare.attention.plan import Plan, make_plan
@@ -26,11 +25,14 @@ from jaxshare.cpu import Implementation
 from jaxshare.decoding.state import DecodeModel
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.cached_layer import run_layer
-from jaxshare.models.config import ModelConfig
-from jaxshare.models.linear import Linear, products, projections
+from jaxshare.models.causal_attention import causal_attention
+from jaxshare.models.config import LayerForm, ModelConfig
+from jaxshare.models.decoder_layer import Attention as Attention
+from jaxshare.models.decoder_layer import Layer, Sinks
+from jaxshare.models.linear import Linear, products
 from jaxshare.models.linear import product as product
-from jaxshare.models.packed import GATE_UP, QKV, part_sizes
-from jaxshare.rope import rotate
+from jaxshare.models.norm import RMSNorm
+from jaxshare.rope import Rope
 from jaxshare.sharding import psum
 from jaxshare.trace.attention import TraceBatch, trace_attention
 
@@ -38,110 +40,10 @@ Params = Mapping[str, Any]
 """Flax variables: {"params": {...}}."""
 
 Attend = Callable[
-    [int, Float[Array, "R T H D"], Float[Array, "R T K D"], Float[Array, "R T K D"]],
+    [int, Float[Array, "R T H D"], Float[Array, "R T K D"], Float[Array, "R T K D"], Sinks],
     Float[Array, "R T H D"],
 ]
-"""(layer, q, k, v) -> attention output; q and k are not rotated yet."""
-
-AttendInLayer = Callable[
-    [Float[Array, "R T H D"], Float[Array, "R T K D"], Float[Array, "R T K D"]],
-    Float[Array, "R T H D"],
-]
-"""`Attend` of one layer."""
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * scale over the last axis.
-
-    Computed in float32 and rounded before the scale, as the checkpoints expect.
-
-    Attributes:
-      eps: is added to the mean of squares.
-      implementation: "cpu", or None on a CPU, for one kernel.
-    """
-
-    eps: float
-    implementation: Implementation = "xla"
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        found = cpu.rms_norm(x, scale, self.eps, self.implementation)
-        if found is not None:
-            return found
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return scale.astype(x.dtype) * wide.astype(x.dtype)
-
-
-class Attention(nn.Module):
-    """The projections around `attend`, which owns positions, masks and the cache.
-
-    Attributes:
-      config: of the model, or of one device's part of it.
-      axis: the mesh axis over which heads are split.
-      implementation: of products.
-    """
-
-    config: ModelConfig
-    axis: str | None = None
-    implementation: Implementation = "xla"
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
-        c = self.config
-        how = {"bias": c.qkv_bias, "implementation": self.implementation}
-        found = projections(self, x, QKV, part_sizes(c)[QKV], **how)
-        q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in found)
-        if c.qk_norm:
-            norm = functools.partial(RMSNorm, c.norm_eps, self.implementation)
-            q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)
-        out = attend(q, k, v)
-        return Linear(
-            c.hidden_size, c.out_bias, axis=self.axis, implementation=self.implementation, name="o"
-        )(out.reshape(*x.shape[:-1], c.num_heads * c.head_dim))
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)).
-
-    Attributes:
-      config: of the model, or of one device's part of it.
-      axis: the mesh axis over which the MLP is split.
-      implementation: of products.
-    """
-
-    config: ModelConfig
-    axis: str | None = None
-    implementation: Implementation = "xla"
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "R T M"]) -> Float[Array, "R T M"]:
-        c = self.config
-        how = {"bias": c.mlp_bias, "implementation": self.implementation}
-        gate, up = projections(self, x, GATE_UP, part_sizes(c)[GATE_UP], **how)
-        return Linear(c.hidden_size, axis=self.axis, name="down", **how)(nn.silu(gate) * up)
-
-
-class Layer(nn.Module):
-    """One pre-norm decoder layer.
-
-    Attributes:
-      config: of the model, or of one device's part of it.
-      axis: the mesh axis over which heads and MLP are split; both end with a sum over it.
-      implementation: of products.
-    """
-
-    config: ModelConfig
-    axis: str | None = None
-    implementation: Implementation = "xla"
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
-        how = self.config, self.axis, self.implementation
-        norm = functools.partial(RMSNorm, self.config.norm_eps, self.implementation)
-        x = x + Attention(*how, name="attention")(norm(name="attention_norm")(x), attend)
-        return x + MLP(*how, name="mlp")(norm(name="mlp_norm")(x))
+"""(layer, q, k, v, sinks) -> attention output; q and k are not rotated yet."""
 
 
 class Decoder(nn.Module):
@@ -165,8 +67,8 @@ class Decoder(nn.Module):
     def setup(self):
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.hidden_size)
-        self.layers = [Layer(c, self.axis) for _ in range(c.num_layers)]
-        self.norm = RMSNorm(c.norm_eps)
+        self.layers = [Layer(c, self.axis, form=form) for form in c.layer_forms]
+        self.norm = RMSNorm(c.norm_eps, adds_one=c.norm_adds_one)
         if not c.tie_embeddings:
             self.head = Linear(c.vocab_size, dtype=jnp.float32)
 
@@ -230,12 +132,9 @@ class Decoder(nn.Module):
 
         For training and as a check. Token t is at position t.
         """
-        cos, sin = self.config.rope.cos_sin(jnp.arange(tokens.shape[1])[:, None])
 
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            return jax.nn.dot_product_attention(
-                rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True
-            )
+        def attend(layer: int, q: Array, k: Array, v: Array, sinks: Sinks) -> Array:
+            return causal_attention(q, k, v, sinks, self.config, self.config.layer_form(layer))
 
         return self._logits(self._trunk(tokens, attend))
 
@@ -244,7 +143,7 @@ class Decoder(nn.Module):
     ) -> tuple[
         Float32[Array, "N A V"],
         tuple[Float[Array, "N T K D"], ...],
-        tuple[Float[Array, "N T K D"], ...],
+        tuple[Float[Array, "N T K _"], ...],
     ]:
         """Computes all that traces have fed in one parallel pass without a cache; differentiable.
 
@@ -260,10 +159,14 @@ class Decoder(nn.Module):
         keys: list[Array] = []
         values: list[Array] = []
 
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        c = self.config
+
+        def attend(layer: int, q: Array, k: Array, v: Array, sinks: Sinks) -> Array:
             keys.append(k)
             values.append(v)
-            return trace_attention(q, k, v, batch, self.config.rope)
+            rope, window, _ = c.layer_form(layer)
+            how = {"scale": c.score_scale, "softcap": c.attention_softcap, "sinks": sinks}
+            return trace_attention(q, k, v, batch, rope, window=window, **how)
 
         x = self._trunk(batch.tokens, attend)
         x = x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
@@ -284,22 +187,20 @@ class Decoder(nn.Module):
           The mean over heads for each of N blocks, in the order in which the row lists them. It
           sums to 1 over N, and is all 0 for a row without new tokens.
         """
-        plan = make_plan(cache, layout, count, tokens.shape[1])
-        shares = []
+        plans, shares = self._plans(cache, layout, count, tokens.shape[1]), []
+        how = {"scale": self.config.scale, "softcap": self.config.attention_softcap}
 
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        def attend(layer: int, q: Array, k: Array, v: Array, sinks: Sinks) -> Array:
             nonlocal cache
+            plan = plans[self.config.layer_form(layer)]
             cache = cache.append(layer, k, v, plan)
             last, last_plan = last_tokens(q, plan)
-            share = jnp.mean(
-                block_attention_share(
-                    last, cache.keys[layer], last_plan, self.config.head_dim**-0.5
-                )[:, 0],
-                axis=1,
-            )
+            found = block_attention_share(last, cache.keys[layer], last_plan, **how)
+            share = jnp.mean(found[:, 0], axis=1)
             shares.append(share if self.axis is None else jax.lax.pmean(share, self.axis))
+            arenas, implementation = (cache.keys[layer], cache.values[layer]), self.implementation
             return block_attention(
-                q, cache.keys[layer], cache.values[layer], plan, implementation=self.implementation
+                q, *arenas, plan, sinks=sinks, implementation=implementation, **how
             )
 
         self._trunk(tokens, attend)
@@ -309,30 +210,47 @@ class Decoder(nn.Module):
         self, tokens: Int[Array, "R T"], count: Int[Array, " R"], cache: KVCache, layout: Layout
     ) -> tuple[Float[Array, "R T M"], KVCache, Plan]:
         """The normed states of all new tokens, the cache with them in it, and the pass's plan."""
-        plan = make_plan(cache, layout, count, tokens.shape[1])
+        plans = self._plans(cache, layout, count, tokens.shape[1])
         x, keys, values = self._embed(tokens), [*cache.keys], [*cache.values]
         if self.is_initializing():
-            self._trunk(tokens, lambda layer, q, k, v: q)
-        layer = Layer(self.config, self.axis, self.implementation, parent=None)
-        for i in range(self.config.num_layers):
+            self._trunk(tokens, lambda layer, q, k, v, sinks: q)
+        for i, form in enumerate(self.config.layer_forms):
+            layer = Layer(self.config, self.axis, self.implementation, form, parent=None)
             params = self.variables["params"][f"layers_{i}"]
             with jax.named_scope(f"layers_{i}"):  # which profiles and compiled programs tell apart
                 x, keys[i], values[i] = run_layer(
-                    layer, params, x, keys[i], values[i], plan, self.implementation
+                    layer, params, x, keys[i], values[i], plans[form], self.implementation
                 )
         cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+        plan = plans[self.config.layer_form(0)]
         return self.norm(x), cache.advance(plan), plan
+
+    def _plans(
+        self, cache: KVCache, layout: Layout, count: Array, width: int
+    ) -> dict[LayerForm, Plan]:
+        """The plan of the layers of each form; layers that read alike have one plan."""
+        made: dict[tuple[Rope, int], Plan] = {}
+        for rope, window, _ in self.config.layer_forms:
+            if (rope, window) not in made:
+                plan = make_plan(cache, layout, count, width, rope=rope, window=window)
+                made[rope, window] = plan
+        return {form: made[form[:2]] for form in self.config.layer_forms}
 
     def _trunk(
         self, tokens: Int[Array | np.ndarray, "R T"], attend: Attend
     ) -> Float[Array, "R T M"]:
         x = self._embed(tokens)
         for i, layer in enumerate(self.layers):
-            x = layer(x, lambda q, k, v, i=i: attend(i, q, k, v))
+            x = layer(x, lambda q, k, v, sinks, i=i: attend(i, q, k, v, sinks))
         return self.norm(x)
 
     def _embed(self, tokens: Int[Array | np.ndarray, "R T"]) -> Float[Array, "R T M"]:
-        table = self.embed.embedding
+        table, times = self.embed.embedding, self.config.embedding_multiplier
+        if times != 1:
+            return self._looked_up(tokens, table) * jnp.asarray(times, table.dtype)
+        return self._looked_up(tokens, table)
+
+    def _looked_up(self, tokens: Array | np.ndarray, table: Array) -> Array:
         if self.vocab_axis is None:
             return table[tokens]
         index = tokens - jax.lax.axis_index(self.vocab_axis) * table.shape[0]
@@ -347,7 +265,10 @@ class Decoder(nn.Module):
     ) -> Float32[Array, "... V"]:
         tied = self.config.tie_embeddings
         kernel = self.embed.embedding if tied else self.head.parameters(x.shape[-1])[0]
-        return products(x, [kernel], jnp.float32, implementation)[0]
+        (logits,) = products(x, [kernel], jnp.float32, implementation)
+        divisor, softcap = self.config.logit_divisor, self.config.logit_softcap
+        logits = logits if divisor == 1 else logits / divisor
+        return softcap * jnp.tanh(logits / softcap) if softcap else logits
 
 
 def forward(

@@ -36,11 +36,11 @@ from jaxshare.models.packed import pack, unpack
 from jaxshare.models.safetensors_io import (
     CHECK_VARIABLE,
     DTYPES,
-    expected_tensors,
     match_tensors,
     read_params,
     stored_tensors,
 )
+from jaxshare.models.tensor_names import expected_tensors, stored_shapes
 from jaxshare.models.tensor_parallel import (
     ParamPath,
     ShardedDecoder,
@@ -165,7 +165,9 @@ class LoadedModel:
         The same on every mesh, and while its parameters are trained.
         """
         tokens = sorted(self.tokenizer.get_vocab().items()) if self.tokenizer else []
-        text = json.dumps([dataclasses.asdict(self._config_of_checkpoint), tokens], sort_keys=True)
+        config = self._config_of_checkpoint
+        told = {name: dataclasses.asdict(config)[name] for name in config.described()}
+        text = json.dumps([told, tokens], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
@@ -275,7 +277,7 @@ def _reader(
     expected = match_tensors(config, stored, folder)
     module = None if mesh is None else ShardedDecoder(fitted, mesh)
     put = module and functools.partial(_put_on_mesh, config, module)
-    dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in expected}
+    dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in stored_shapes(expected)}
     return functools.partial(read_params, stored, expected, put=put, check=check), dtypes
 
 

@@ -34,13 +34,17 @@ from jaxshare.models.safetensors_io import (
     INDEX,
     SINGLE,
     CheckpointError,
-    ExpectedTensor,
-    expected_tensors,
     match_tensors,
     nested,
     not_finite,
     read_tensors,
     stored_tensors,
+)
+from jaxshare.models.tensor_names import (
+    ExpectedTensor,
+    expected_tensors,
+    kept_dtype,
+    taken_apart,
     tensor_name,
 )
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit, fit_params, repeats
@@ -143,13 +147,14 @@ def _umask() -> int:
 
 
 def _read_safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads (name, value) of each tensor of a folder in Hugging Face form."""
+    """Reads (name, value) of each parameter of a folder in Hugging Face form."""
     stored = stored_tensors(folder)
     return read_tensors(stored, match_tensors(config, stored, folder))
 
 
 def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, value) of each tensor of a folder in Orbax form, one at a time.
+    """Yields (name, value) of each tensor of a checkpoint from a folder in Orbax form, one at a
+    time.
 
     Raises:
       CheckpointError: data that cannot be read.
@@ -160,10 +165,11 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
     stored = match_metadata(folder, expected)
     cpu = SingleDeviceSharding(jax.devices("cpu")[0])
     with ocp.PyTreeCheckpointer() as checkpointer:
-        for name, tensor in sorted(expected.items()):
+
+        def value(name: str) -> np.ndarray:
             # Given a tree with one leaf, Orbax reads that leaf alone.
-            dtype = stored[tensor.path]
-            leaf = nested({tensor.path: jax.ShapeDtypeStruct(tensor.shape, dtype, sharding=cpu)})
+            path, shape = expected[name].path, expected[name].shape
+            leaf = nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
             arguments = jax.tree.map(
                 lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype),
                 leaf,
@@ -181,7 +187,9 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
                     f"{folder / PARAMS} cannot be read ({root_cause(error)}); convert the model "
                     "again"
                 ) from error
-            yield name, np.asarray(jax.tree.leaves(restored)[0])
+            return np.asarray(jax.tree.leaves(restored)[0])
+
+        yield from taken_apart(expected, value)
 
 
 def _write_orbax(
@@ -315,7 +323,9 @@ def restore_params(
     target = nested(
         {
             tensor.path: jax.ShapeDtypeStruct(
-                tensor.shape, dtype, sharding=initial_sharding(tensor.path)
+                tensor.shape,
+                kept_dtype(tensor.path, dtype),
+                sharding=initial_sharding(tensor.path),
             )
             for tensor in expected.values()
         }
@@ -328,7 +338,7 @@ def restore_params(
             f"{folder / PARAMS} cannot be restored ({root_cause(error)}); convert the model again"
         ) from error
     if check:
-        _check_finite(params, folder / PARAMS, dtype, mesh)
+        _check_finite(params, folder / PARAMS, config, dtype, mesh)
     if module is None:
         return {"params": params}
 
@@ -344,14 +354,16 @@ def restore_params(
     return {"params": jax.tree.map_with_path(repeat_heads, params)}
 
 
-def _check_finite(params: dict[str, Any], source: Path, dtype: Any, mesh: Mesh | None) -> None:
+def _check_finite(
+    params: dict[str, Any], source: Path, config: ModelConfig, dtype: Any, mesh: Mesh | None
+) -> None:
     """Raises CheckpointError for the first parameter that is not finite; on its devices."""
     target = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     finite = jax.jit(lambda value: jnp.isfinite(value).all(), out_shardings=target)
     # All are started before the first is waited for.
     for keys, is_finite in jax.tree.leaves_with_path(jax.tree.map(finite, params)):
         if not is_finite:
-            name = tensor_name(tuple(key.key for key in keys))
+            name = tensor_name(tuple(key.key for key in keys), config)
             raise not_finite(f"{source}: {name}", dtype, dtype)
 
 

@@ -13,15 +13,21 @@ from jaxshare.models.config import ModelConfig
 
 QKV, GATE_UP = "qkv", "gate_up"
 """The names of packed projections."""
+_PLACES = {QKV: "attention", GATE_UP: "mlp"}
+"""The modules of a layer that have them."""
 
 
 def part_sizes(config: ModelConfig) -> dict[str, dict[str, int]]:
     """The features of each part of each packed projection, in their order."""
     kv = config.num_kv_heads * config.head_dim
-    return {
-        QKV: {"q": config.num_heads * config.head_dim, "k": kv, "v": kv},
-        GATE_UP: {"gate": config.intermediate_size, "up": config.intermediate_size},
-    }
+    qkv = {QKV: {"q": config.num_heads * config.head_dim, "k": kv, "v": kv}}
+    gate_up = {GATE_UP: {"gate": config.intermediate_size, "up": config.intermediate_size}}
+    return gate_up if config.mla else qkv | gate_up
+
+
+def kv_modules(config: ModelConfig) -> tuple[str, ...]:
+    """The modules whose parameters are those of kv heads, one head after the other."""
+    return ("k", "v", "k_norm") if config.qk_norm_whole else ("k", "v")
 
 
 def pack(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -44,9 +50,10 @@ def _packed_layer(layer: Any, config: ModelConfig) -> Any:
     if not isinstance(layer, Mapping) or "attention" not in layer:
         return layer
     found = {name: {**module} for name, module in layer.items()}
-    for module, (name, sizes) in zip(
-        (found["attention"], found["mlp"]), part_sizes(config).items(), strict=True
-    ):
+    for name, sizes in part_sizes(config).items():
+        module = found.get(_PLACES[name])
+        if module is None:  # a layer with experts
+            continue
         parts = [module.pop(part) for part in sizes]
         module[name] = {key: jnp.concatenate([part[key] for part in parts]) for key in parts[0]}
     return found
@@ -66,10 +73,10 @@ def _parts(layer: Any, config: ModelConfig) -> Any:
     if not isinstance(layer, Mapping) or "attention" not in layer:
         return layer
     found = {name: {**module} for name, module in layer.items()}
-    for module in (found["attention"], found["mlp"]):
-        for name, sizes in part_sizes(config).items():
-            whole, start = module.pop(name, None), 0
-            for part, size in sizes.items() if whole else ():
-                module[part] = {key: value[start : start + size] for key, value in whole.items()}
-                start += size
+    for name, sizes in part_sizes(config).items():
+        module = found.get(_PLACES[name], {})
+        whole, start = module.pop(name, None), 0
+        for part, size in sizes.items() if whole else ():
+            module[part] = {key: value[start : start + size] for key, value in whole.items()}
+            start += size
     return found

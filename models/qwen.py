@@ -6,7 +6,7 @@ from jaxshare.models.config_fields import Family, Fields, read_head_dim
 
 
 def _qwen2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    _refuse_sliding_windows(fields, num_layers)
+    refuse_sliding_windows(fields, num_layers)
     return dict(
         num_kv_heads=fields.positive("num_key_value_heads", int),
         head_dim=read_head_dim(fields, hidden_size, num_heads),
@@ -18,7 +18,7 @@ def _qwen2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
 
 
 def _qwen3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    _refuse_sliding_windows(fields, num_layers)
+    refuse_sliding_windows(fields, num_layers)
     fields.positive("head_dim", int)
     attention_bias = fields.take("attention_bias", bool, False)
     return dict(
@@ -31,7 +31,7 @@ def _qwen3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
     )
 
 
-def _refuse_sliding_windows(fields: Fields, num_layers: int) -> None:
+def refuse_sliding_windows(fields: Fields, num_layers: int) -> None:
     """Raises ConfigError for a model with sliding windows.
 
     Layers from max_window_layers on have one if use_sliding_window is set, unless layer_types says

@@ -1,8 +1,8 @@
 """Weights in Hugging Face form: safetensors files, single or sharded, to `Decoder` parameters.
 
-Every tensor is checked before the first is read. They are read one at a time, the largest first:
-the memory beyond the parameters, one tensor and its converted copy, is small by the time the
-parameters fill memory. Files are reopened for every tensor, since the pages of an open mapping
+Every tensor is checked before the first is read. Parameters are read one at a time, the largest
+first: the memory beyond them, one parameter and its converted copy, is small by the time they fill
+memory. Files are reopened for every tensor, since the pages of an open mapping
 count as memory.
 """
 
@@ -23,9 +23,16 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from jaxshare.models.config import ModelConfig
+from jaxshare.models.config import FAMILIES, ModelConfig
 from jaxshare.models.config_fields import cut, first_line, read_json
-from jaxshare.models.layers import Decoder
+from jaxshare.models.tensor_names import (
+    ExpectedTensor,
+    Part,
+    assembled,
+    expected_tensors,
+    kept_dtype,
+    stored_shapes,
+)
 
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -53,56 +60,6 @@ class StoredTensor:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpectedTensor:
-    """A parameter of the model: its path under "params", and its shape."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-
-
-def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
-    """Returns the tensors that a checkpoint of this configuration must hold, by name."""
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    # One layer is traced, since a file may name thousands, and all have the same shapes.
-    one = dataclasses.replace(config, num_layers=1)
-    tree = jax.eval_shape(
-        lambda t: Decoder(one).init(jax.random.key(0), t, method=Decoder.causal), tokens
-    )
-    expected = {}
-    for keys, leaf in jax.tree.leaves_with_path(tree["params"]):
-        first, *rest = (key.key for key in keys)
-        layers = range(config.num_layers) if first == "layers_0" else ()
-        for path in [(f"layers_{n}", *rest) for n in layers] or [(first, *rest)]:
-            expected[tensor_name(path)] = ExpectedTensor(path, leaf.shape)
-    return expected
-
-
-def tensor_name(path: tuple[str, ...]) -> str:
-    """Returns the name in a checkpoint of a parameter.
-
-    Args:
-      path: under "params", for example ("layers_0", "attention", "q", "kernel").
-    """
-    if path[0].startswith("layers_"):
-        module = f"model.layers.{path[0].removeprefix('layers_')}.{_MODULES[path[1:-1]]}"
-    else:
-        module = _MODULES[path[:-1]]
-    return f"{module}.{'bias' if path[-1] == 'bias' else 'weight'}"
-
-
-_MODULES = {
-    ("embed",): "model.embed_tokens",
-    ("norm",): "model.norm",
-    ("head",): "lm_head",
-    ("attention_norm",): "input_layernorm",
-    ("mlp_norm",): "post_attention_layernorm",
-    **{("attention", name): f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
-    **{("attention", name): f"self_attn.{name}" for name in ("q_norm", "k_norm")},
-    **{("mlp", name): f"mlp.{name}_proj" for name in ("gate", "up", "down")},
-}
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -215,22 +172,23 @@ def _open(file: Path):
 def match_tensors(
     config: ModelConfig, stored: dict[str, StoredTensor], source: Path
 ) -> dict[str, ExpectedTensor]:
-    """Checks every stored tensor against the model, and returns the expected ones.
+    """Checks every stored tensor against the model, and returns the model's parameters.
 
     Raises:
       CheckpointError: lists all that are missing, unexpected, of a wrong shape or of a dtype that
         is not a plain float.
     """
     expected = expected_tensors(config)
-    problems = [f"{name} is missing" for name in expected.keys() - stored.keys()]
+    shapes = stored_shapes(expected)
+    problems = [f"{name} is missing" for name in shapes.keys() - stored.keys()]
     problems += [
         f"{name} is unexpected"
-        for name in stored.keys() - expected.keys()
+        for name in stored.keys() - shapes.keys()
         if not _ignored(name, config)
     ]
-    for name in expected.keys() & stored.keys():
-        if stored[name].shape != expected[name].shape:
-            problems.append(f"{name} has shape {stored[name].shape}, not {expected[name].shape}")
+    for name in shapes.keys() & stored.keys():
+        if stored[name].shape != shapes[name]:
+            problems.append(f"{name} has shape {stored[name].shape}, not {shapes[name]}")
         if stored[name].dtype not in DTYPES:
             problems.append(
                 f"{name} has dtype {stored[name].dtype}, not one of {', '.join(DTYPES)}"
@@ -253,7 +211,12 @@ def match_tensors(
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Returns True for rope frequencies, which config.json gives, and for a tied head."""
+    """Returns True for rope frequencies, which config.json gives, for a tied head, and for layers
+    after the last that predict later tokens, in families that have them."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    is_later = layer is not None and int(layer[1]) >= config.num_layers
+    if is_later and FAMILIES[config.architecture].predicts_later_tokens:
+        return True
     return name.endswith(".rotary_emb.inv_freq") or (
         name == "lm_head.weight" and config.tie_embeddings
     )
@@ -281,13 +244,22 @@ def read_params(
     params: dict[tuple[str, ...], Array] = {}
     for name, value in read_tensors(stored, expected):
         path = expected[name].path
-        with np.errstate(over="ignore"):
-            is_finite = not check or np.isfinite(largest(value).astype(dtype))
-        if not is_finite:
-            raise not_finite(f"{stored[name].file}: {name}", value.dtype, dtype)
-        params[path] = put(path, value.astype(dtype)) if put else _on_device(value, dtype)
+        kept = kept_dtype(path, dtype)
+        if check and not _is_finite(value, kept):
+            part = next(
+                part
+                for part, one in zip(expected[name].parts, value, strict=False)
+                if not expected[name].is_stacked or not _is_finite(one, kept)
+            )
+            raise not_finite(f"{stored[part.name].file}: {part.name}", value.dtype, kept)
+        params[path] = put(path, value.astype(kept)) if put else _on_device(value, kept)
         params[path].block_until_ready()
     return {"params": nested(params)}
+
+
+def _is_finite(value: Float[np.ndarray, "..."], dtype: jnp.dtype) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(largest(value).astype(dtype)))
 
 
 def _on_device(value: np.ndarray, dtype: jnp.dtype) -> Array:
@@ -341,20 +313,32 @@ def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 def read_tensors(
     stored: dict[str, StoredTensor], expected: dict[str, ExpectedTensor]
 ) -> Iterator[tuple[str, Float[np.ndarray, "..."]]]:
-    """Yields (name, value) of the expected tensors in their stored dtype, the largest first.
+    """Yields (name, value) of the expected parameters in their stored dtype, the largest first.
 
     Raises:
       CheckpointError: a file that became unreadable.
     """
-    total = sum(
-        stored[name].size * np.dtype(DTYPES[stored[name].dtype]).itemsize for name in expected
-    )
+
+    def size(tensor: ExpectedTensor) -> int:
+        dtype = DTYPES[stored[tensor.parts[0].name].dtype]
+        return math.prod(tensor.shape) * np.dtype(dtype).itemsize
+
+    total = sum(map(size, expected.values()))
     quiet = total < _PROGRESS_BYTES and not sys.stderr.isatty()
     with tqdm(
         total=total, desc="reading weights", unit="B", unit_scale=True, disable=quiet, leave=False
     ) as bar:
-        for name in sorted(expected, key=lambda name: -stored[name].size):
-            with _open(stored[name].file) as tensors:
-                value = tensors.get_tensor(name)
-            yield name, value
+
+        def read(part: Part) -> np.ndarray:
+            with _open(stored[part.name].file) as tensors:
+                if part.groups == 1:
+                    value = tensors.get_slice(part.name)[part.start : part.stop]
+                else:
+                    whole = tensors.get_tensor(part.name)
+                    groups = whole.reshape(part.groups, -1, *whole.shape[1:])
+                    value = groups[:, part.start : part.stop].reshape(-1, *whole.shape[1:])
             bar.update(value.nbytes)
+            return value
+
+        for name in sorted(expected, key=lambda name: -math.prod(expected[name].shape)):
+            yield name, assembled(expected[name], read)

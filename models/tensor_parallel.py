@@ -22,6 +22,7 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder, Params
+from jaxshare.models.packed import kv_modules
 from jaxshare.sharding import TENSOR, LogicalAxes, axis_in_use, axis_size, inside, on_each
 from jaxshare.trace.attention import TraceBatch
 
@@ -32,20 +33,33 @@ _KERNELS: Mapping[str, LogicalAxes] = {
     "q": ("heads", None),
     "k": ("kv_heads", None),
     "v": ("kv_heads", None),
+    "q_b": ("heads", None),
+    "k_b": ("heads", None),
+    "v_b": ("heads", None),
     "o": (None, "heads"),
     "gate": ("mlp", None),
     "up": ("mlp", None),
     "down": (None, "mlp"),
     "head": ("vocab", None),
     "embed": ("vocab", None),
+    "sinks": ("heads",),
 }
 
 
-def logical_axes(path: ParamPath) -> LogicalAxes:
-    """Returns the logical names of a parameter's dimensions."""
-    module, leaf = path[-2:]
+def logical_axes(path: ParamPath, config: ModelConfig, mesh: Mesh) -> LogicalAxes:
+    """Returns the logical names of a parameter's dimensions in a model on a mesh."""
+    *_, parent, module, leaf = "", *path
+    if leaf in _KERNELS:
+        return _KERNELS[leaf]
+    if config.qk_norm_whole and module in ("q_norm", "k_norm"):
+        module = module[0]
     names = _KERNELS.get(module, (None, None))
-    return names if leaf in ("kernel", "embedding") else names[:1]
+    names = names if leaf in ("kernel", "embedding") else names[:1]
+    if parent != "moe" or module not in ("gate", "up", "down"):
+        return names
+    assert config.moe is not None
+    whole = config.moe.on_each_of(axis_size(mesh, TENSOR)).held
+    return ("experts", *(None for _ in names)) if whole else (None, *names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +136,7 @@ class ShardedDecoder:
     ) -> tuple[
         Float32[Array, "N A V"],
         tuple[Float[Array, "N T K D"], ...],
-        tuple[Float[Array, "N T K D"], ...],
+        tuple[Float[Array, "N T K _"], ...],
     ]:
         """Runs `Decoder.encode` on every device.
 
@@ -152,7 +166,7 @@ class ShardedDecoder:
         """Returns the `logical_axes` of a parameter; None for dimensions that are not split."""
         return tuple(
             None if name == "vocab" and not self.splits_vocab else name
-            for name in logical_axes(path)
+            for name in logical_axes(path, self.config, self.mesh)
         )
 
     def _local(self) -> Decoder:
@@ -164,6 +178,7 @@ class ShardedDecoder:
             num_kv_heads=c.num_kv_heads // n,
             intermediate_size=c.intermediate_size // n,
             vocab_size=c.vocab_size // n if self.splits_vocab else c.vocab_size,
+            moe=c.moe and c.moe.on_each_of(n),
         )
         axis = axis_in_use(self.mesh, TENSOR)
         return Decoder(local, self.implementation, axis, axis if self.splits_vocab else None)
@@ -179,30 +194,36 @@ def fit(config: ModelConfig, mesh: Mesh) -> ModelConfig:
       ValueError: heads or MLP that do not divide over the devices.
     """
     n = axis_size(mesh, TENSOR)
-    for what, size in (
-        ("query heads", config.num_heads),
-        ("kv heads", config.num_kv_heads),
-        ("MLP units", config.intermediate_size),
-    ):
-        repeated = what == "kv heads" and size < n
-        if n % size if repeated else size % n:
-            fits = [
-                m
-                for m in range(1, config.num_heads + 1)
-                if config.num_heads % m == 0
-                and config.intermediate_size % m == 0
-                and (config.num_kv_heads % m == 0 or m % config.num_kv_heads == 0)
-            ]
-            raise ValueError(
-                f"the model's {size} {what} do not divide over tensor={n} devices; tensor may be "
-                f"{', '.join(map(str, fits))}"
-            )
+    if problem := _indivisible(config, n):
+        fits = [m for m in range(1, config.num_heads + 1) if not _indivisible(config, m)]
+        raise ValueError(
+            f"the model's {problem} do not divide over tensor={n} devices; tensor may be "
+            f"{', '.join(map(str, fits))}"
+        )
     return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, n))
+
+
+def _indivisible(config: ModelConfig, n: int) -> str:
+    """The part of a model that does not divide over n devices; empty if all do."""
+    c, moe = config, config.moe
+    if c.num_heads % n:
+        return f"{c.num_heads} query heads"
+    if n % c.num_kv_heads if c.num_kv_heads < n else c.num_kv_heads % n:
+        return f"{c.num_kv_heads} kv heads"
+    is_dense = not (c.sparse_layers and all(c.sparse_layers))
+    if is_dense and c.intermediate_size % n:
+        return f"{c.intermediate_size} MLP units"
+    if moe is None or moe.divides_over(n):
+        return ""
+    shared = f" and the {moe.shared_size} units of the shared one" if moe.shared_size else ""
+    return f"{moe.num_experts} experts of {moe.expert_size} units{shared}"
 
 
 def repeats(path: ParamPath, config: ModelConfig, mesh: Mesh) -> int:
     """Returns how many copies of each head a parameter of `config` has on a mesh."""
-    return fit(config, mesh).num_kv_heads // config.num_kv_heads if path[-2] in ("k", "v") else 1
+    if path[-2] not in kv_modules(config):
+        return 1
+    return fit(config, mesh).num_kv_heads // config.num_kv_heads
 
 
 def fit_params(

@@ -274,7 +274,8 @@ def token_bytes(model: LoadedModel) -> int:
     Keys and values of all layers, on all devices of one data group of the mesh.
     """
     c = model.config
-    return 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache_dtype(model).itemsize
+    numbers = c.num_layers * c.num_kv_heads * (c.head_dim + c.value_dim)
+    return numbers * cache_dtype(model).itemsize
 
 
 def cache_devices(model: LoadedModel) -> int:

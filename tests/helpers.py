@@ -25,6 +25,7 @@ from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
+from jaxshare.models.mla import MLA
 
 
 def mostly_slow(values: Iterable[Any], quick: int = 1, *, several: bool = False) -> list[Any]:
@@ -58,6 +59,16 @@ TINY = ModelConfig(
 )
 """A model whose passes compile in seconds: YaRN over 12 of 16 entries, so that a factor applied
 twice or a wrong slice shows."""
+LATENT = dataclasses.replace(
+    TINY,
+    num_kv_heads=1,
+    head_dim=24,
+    qkv_bias=False,
+    qk_norm=False,
+    score_scale=0.3,
+    mla=MLA(q_lora_rank=20, kv_lora_rank=12, nope_dim=6, rope_dim=12, value_dim=10),
+)
+"""The same with multi-head latent attention; no two of its sizes are equal."""
 
 
 def init(config: ModelConfig, seed: int = 0, spread: float = 1.5):
@@ -132,14 +143,33 @@ def rotated(x: np.ndarray, positions: np.ndarray, rope: Rope, factor: float = 1.
     return np.concatenate([out.real, out.imag, x[..., 2 * pairs :]], axis=-1)
 
 
-def softmax_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """What models do with scores besides Llama's scale: tokens that a token sees, itself included
+    (0 for all), a cap (0 for none), and a score for each head with no value (none for no head)."""
+
+    window: int = 0
+    softcap: float = 0.0
+    sinks: tuple[float, ...] = ()
+
+
+PLAIN = Scoring()
+
+
+def softmax_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, scoring: Scoring = PLAIN
+) -> np.ndarray:
     """One token's q [H, D] over k, v [S, K, D] -> [H, D], in float64."""
     group = q.shape[0] // k.shape[1]
     out = []
     for head in range(q.shape[0]):
         scores = k[:, head // group] @ q[head] * scale
-        weights = np.exp(scores - scores.max())
-        out.append(weights @ v[:, head // group] / weights.sum())
+        if scoring.softcap:
+            scores = np.tanh(scores / scoring.softcap) * scoring.softcap
+        sink = scoring.sinks[head] if scoring.sinks else -np.inf
+        top = max(scores.max(), sink)
+        weights = np.exp(scores - top)
+        out.append(weights @ v[:, head // group] / (weights.sum() + np.exp(sink - top)))
     return np.stack(out)
 
 
@@ -168,6 +198,7 @@ class Shelf:
         q: np.ndarray,
         rope: Rope,
         scale: float,
+        scoring: Scoring = PLAIN,
     ) -> np.ndarray:
         """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, D]; nan where
         there is no token."""
@@ -181,8 +212,33 @@ class Shelf:
                 keys, values = (np.stack(side) for side in zip(*seen, strict=True))
                 keys = rotated(keys, np.arange(len(seen)), rope, rope.attention_factor)
                 query = rotated(q[r, t], np.asarray(len(seen) - 1), rope, rope.attention_factor)
-                out[r, t] = softmax_attention(query, keys, values, scale)
+                near = slice(-scoring.window if scoring.window else None, None)
+                out[r, t] = softmax_attention(query, keys[near], values[near], scale, scoring)
         return out
+
+
+def linear(x: np.ndarray, w) -> np.ndarray:
+    return x @ w["kernel"].T + w.get("bias", 0.0)
+
+
+def expanded_heads(m: MLA, x: np.ndarray, a) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values of multi-head latent attention as DeepSeek-V2, section 2.1.2 and
+    appendix C, has them, [R, T, H, D] each: a key and a value for every head, made of its latent.
+    Rotated entries are the first, and values are filled up with 0."""
+
+    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+    source = norm(linear(x, a["q_a"]), a["q_a_norm"]["scale"]) if m.q_lora_rank else x
+    q = linear(source, a["q_b" if m.q_lora_rank else "q"])
+    q = q.reshape(*x.shape[:2], -1, m.nope_dim + m.rope_dim)
+    q = np.concatenate([q[..., m.nope_dim :], q[..., : m.nope_dim]], axis=-1)
+    kv = linear(x, a["kv_a"])
+    latent = norm(kv[..., : m.kv_lora_rank], a["kv_a_norm"]["scale"])
+    k, v = (linear(latent, a[name]).reshape(*q.shape[:3], -1) for name in ("k_b", "v_b"))
+    shared = np.broadcast_to(kv[..., None, m.kv_lora_rank :], (*q.shape[:3], m.rope_dim))
+    filling = np.zeros((*v.shape[:3], m.nope_dim + m.rope_dim - m.value_dim))
+    return q, np.concatenate([shared, k], axis=-1), np.concatenate([v, filling], axis=-1)
 
 
 class DenseModel:
@@ -202,6 +258,12 @@ class DenseModel:
             shelf.blocks[target] += shelf.blocks[source]
             shelf.blocks[source] = []
 
+    def mlp(self, layer, x: np.ndarray) -> np.ndarray:
+        """The MLP of a layer, given the layer's parameters."""
+        mlp = layer["mlp"]
+        gate = linear(x, mlp["gate"])
+        return linear(gate / (1 + np.exp(-gate)) * linear(x, mlp["up"]), mlp["down"])
+
     def forward(
         self, tokens: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
     ) -> list[np.ndarray]:
@@ -215,21 +277,20 @@ class DenseModel:
         def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
             return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + c.norm_eps) * scale
 
-        def linear(x: np.ndarray, w) -> np.ndarray:
-            return x @ w["kernel"].T + w.get("bias", 0.0)
-
         for i, shelf in enumerate(self.shelves):
             layer = p[f"layers_{i}"]
             a, h = layer["attention"], norm(x, layer["attention_norm"]["scale"])
-            q, k, v = (linear(h, a[n]).reshape(*h.shape[:2], -1, c.head_dim) for n in "qkv")
+            if c.mla:
+                q, k, v = expanded_heads(c.mla, h, a)
+            else:
+                q, k, v = (linear(h, a[n]).reshape(*h.shape[:2], -1, c.head_dim) for n in "qkv")
             if c.qk_norm:
                 q, k = norm(q, a["q_norm"]["scale"]), norm(k, a["k_norm"]["scale"])
             shelf.append(rows, count, k, v)
-            out = np.nan_to_num(shelf.attend(rows, count, q, c.rope, c.head_dim**-0.5))
+            out = np.nan_to_num(shelf.attend(rows, count, q, c.rope, c.scale))
+            out = out[..., : c.mla.value_dim] if c.mla else out
             x = x + linear(out.reshape(*x.shape[:2], -1), a["o"])
-            h, mlp = norm(x, layer["mlp_norm"]["scale"]), layer["mlp"]
-            gate = linear(h, mlp["gate"])
-            x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, mlp["up"]), mlp["down"])
+            x = x + self.mlp(layer, norm(x, layer["mlp_norm"]["scale"]))
         logits = (
             norm(x, p["norm"]["scale"])
             @ (p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]).T

@@ -13,14 +13,30 @@ from jaxshare.attention.reference import reference_attention
 from jaxshare.attention.xla import xla_attention
 from jaxshare.pallas.device import current_device
 
-Backend = Callable[[Array, Array, Array, Plan, float], Array]
+Backend = Callable[..., Array]
+"""(q, keys, values, plan, scale) -> out; softcap and sinks by name where there are any."""
 
 
 def _imported(find: Callable[[], Backend]) -> Backend:
     """A backend that is imported when it is called; where it cannot be imported, the next one is
     tried."""
 
-    def backend(q: Array, keys: Array, values: Array, plan: Plan, scale: float) -> Array:
+    def backend(
+        q: Array,
+        keys: Array,
+        values: Array,
+        plan: Plan,
+        scale: float,
+        softcap: float = 0.0,
+        sinks: Array | None = None,
+    ) -> Array:
+        for given, what in (
+            (plan.window, "window"),
+            (softcap, "softcap"),
+            (sinks is not None, "sink"),
+        ):
+            if given:
+                raise NotImplementedError(f"it has no {what}s")
         try:
             found = find()
         except ImportError as error:
@@ -51,7 +67,7 @@ BACKENDS: dict[str, Backend] = {
     "xla": xla_attention,
     "reference": reference_attention,
 }
-"""By name: (q, keys, values, plan, scale) -> out. A backend that cannot serve a call raises
+"""By name. A backend that cannot serve a call raises
 NotImplementedError, saying why."""
 
 
@@ -69,8 +85,10 @@ def block_attention(
     plan: Plan,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Attention of each row's new tokens over the blocks that its layout lists, in its order.
 
     A token sees all of every block listed before its own, this pass's appends included, and its own
@@ -80,16 +98,20 @@ def block_attention(
     Args:
       q: [R, T, H, D], not rotated; H is a multiple of K.
       keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them
-        (`KVCache.append`).
+        (`KVCache.append`). Values may have a last dim of 0: a token's value is then its key
+        without the rotated entries.
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
+      softcap: scores are softcap * tanh(score / softcap); 0 leaves them as they are.
+      sinks: for each head a score beside those of all keys, whose value is 0; default none.
       implementation: a backend's name, several to try in order, or None for the best on this
         device: on an NVIDIA GPU mosaic_gpu, then triton, then xla; on a CPU cpu, then xla;
         elsewhere xla. The device is JAX's default one, so name "xla" for arrays that are placed
         elsewhere. The next is tried only where one raises NotImplementedError.
 
     Returns:
-      Attention in q's dtype. Rows and tokens that are not real are finite and mean nothing.
+      Attention in q's dtype, [R, T, H, D]; [R, T, H, D - 2 P] where values are a part of keys.
+      Rows and tokens that are not real are finite and mean nothing.
 
     Raises:
       ValueError: shapes that do not fit, or no such backend.
@@ -97,10 +119,11 @@ def block_attention(
     """
     _check_shapes(q, keys, values, plan)
     score_scale = q.shape[3] ** -0.5 if scale is None else scale
+    more = ({"softcap": softcap} if softcap else {}) | ({} if sinks is None else {"sinks": sinks})
     reasons = []
     for name in _names(implementation):
         try:
-            return BACKENDS[name](q, keys, values, plan, score_scale)
+            return BACKENDS[name](q, keys, values, plan, score_scale, **more)
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))
@@ -114,13 +137,15 @@ def _check_shapes(q: Array, keys: Array, values: Array, plan: Plan) -> None:
         )
     if (
         keys.ndim != 3
-        or keys.shape != values.shape
+        or keys.shape[:2] != values.shape[:2]
+        or values.shape[2:] not in ((0,), keys.shape[2:])
         or keys.shape[2] != q.shape[3]
         or q.shape[2] % keys.shape[0]
     ):
         raise ValueError(
-            f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape, with K "
-            f"dividing {q.shape[2]} heads; got {keys.shape} and {values.shape}"
+            f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape (or values "
+            f"with a last dim of 0), with K dividing {q.shape[2]} heads; got {keys.shape} and "
+            f"{values.shape}"
         )
 
 

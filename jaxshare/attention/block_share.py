@@ -16,7 +16,11 @@ _TILE = 512
 
 
 def block_attention_share(
-    q: Float[Array, "R T H D"], keys: Float[Array, "K tokens D"], plan: Plan, scale: float
+    q: Float[Array, "R T H D"],
+    keys: Float[Array, "K tokens D"],
+    plan: Plan,
+    scale: float,
+    softcap: float = 0.0,
 ) -> Float32[Array, "R T H N"]:
     """The share of the softmax that falls on each listed block: exp(lse_b) / sum_b exp(lse_b), as
     in merging (Hydragen section 3.1).
@@ -29,6 +33,7 @@ def block_attention_share(
       keys: one layer's arena, this pass's keys already in it (`KVCache.append`).
       plan: of this pass.
       scale: of the scores.
+      softcap: as in `block_attention`. What a sink takes is left out.
 
     Returns:
       Shares in the order in which the row lists its blocks, that sum to 1 over N. All 0 for a row
@@ -56,7 +61,10 @@ def block_attention_share(
             token = start + jnp.arange(tile) - first
             k = jax.lax.dynamic_slice_in_dim(keys, start, tile, axis=1).astype(jnp.float32)
             scores = jnp.einsum("tkgd,ksd->tkgs", query, k, precision="highest")
+            scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
             real = (token >= i * tile) & (token < seen[:, None])
+            if plan.unseen is not None:
+                real &= token >= plan.unseen[r, n][:, None]
             return jnp.logaddexp(
                 lse, jax.nn.logsumexp(jnp.where(real[:, None, None], scores, -jnp.inf), axis=-1)
             )
@@ -94,6 +102,7 @@ def last_tokens(q: Float[Array, "R T H D"], plan: Plan) -> tuple[Float[Array, "R
     return picked(q, 1), dataclasses.replace(
         plan,
         seen=picked(plan.seen, 2),
+        unseen=None if plan.unseen is None else picked(plan.unseen, 2),
         query_cos=picked(plan.query_cos, 2),
         query_sin=picked(plan.query_sin, 2),
     )

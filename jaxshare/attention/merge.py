@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
@@ -23,6 +24,26 @@ def merge(*parts: Partial) -> Partial:
         jnp.add, (w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True))
     )
     return out / jnp.where(total == 0, 1.0, total)[..., None], jnp.log(total) + top
+
+
+def sink_part(
+    sinks: Float[Array, "..."],
+    out: Float32[Array, "*rows D"],
+    lse: Float32[Array, "*rows"],
+    axis: str | None,
+) -> Partial:
+    """The part of attention sinks: a score for each head beside those of all keys, with no value
+    (gpt-oss). It is merged once, whatever the blocks.
+
+    Args:
+      sinks: broadcast against lse.
+      out, lse: of any other part, for the shapes.
+      axis: the mesh axis over which tokens are spread; the first device has the part.
+    """
+    score = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+    if axis is not None:
+        score = jnp.where(jax.lax.axis_index(axis) == 0, score, -jnp.inf)
+    return jnp.zeros_like(out), score
 
 
 def merge_over(

@@ -21,7 +21,8 @@ from jaxshare.attention.tiling import (
     private_tiles,
     shared_tiles,
 )
-from jaxshare.cache import Fault, KVCache
+from jaxshare.cache import KVCache
+from jaxshare.faults import Fault
 from jaxshare.layout import Layout
 from jaxshare.rope import Rope
 from jaxshare.sharding import CyclicSharding
@@ -49,6 +50,8 @@ class Plan:
       offsets, local_lengths: where in the arenas each block's tokens are after the appends, and
         how many: those that this device keeps.
       seen: how many of those each new token sees, the first ones.
+      unseen: how many of those it does not see, because they are outside its window; None where
+        there is no window.
       write_at: arena index of each row's first new token, counted over all devices.
       key_cos, key_sin: rotation of new keys to their index in their block.
       query_cos, query_sin: rotation of new queries towards each listed block.
@@ -58,7 +61,10 @@ class Plan:
         that those rows read together.
       private: blocks that one row sees, as tiles that it reads alone.
       faults: `Fault` flags.
-      rope, token_sharding: of the cache (static).
+      rope: of the layers that this is the plan of (static).
+      token_sharding: of the cache (static).
+      window: tokens that a token sees, itself included, by their positions in its row's order; 0
+        for all (static).
     """
 
     blocks: Int32[Array, "R N"]
@@ -74,6 +80,7 @@ class Plan:
     offsets: Int32[Array, " B"]
     local_lengths: Int32[Array, " B"]
     seen: Int32[Array, "R N T"]
+    unseen: Int32[Array, "R N T"] | None
     write_at: Int32[Array, " R"]
     key_cos: Float32[Array, "R T P"]
     key_sin: Float32[Array, "R T P"]
@@ -85,6 +92,7 @@ class Plan:
     faults: Int32[Array, ""]
     rope: Rope = dataclasses.field(metadata={"static": True})
     token_sharding: CyclicSharding = dataclasses.field(metadata={"static": True})
+    window: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def read_tokens(self) -> Int32[Array, ""]:
@@ -99,6 +107,8 @@ def make_plan(
     count: Int32[Array, " R"],
     width: int,
     *,
+    rope: Rope | None = None,
+    window: int = 0,
     shared_tiling: Tiling | None = None,
     group_tiling: Tiling | None = None,
     private_tiling: Tiling | None = None,
@@ -111,13 +121,16 @@ def make_plan(
       layout: what each row sees and writes.
       count: real tokens of each row, the rest of `width` being padding on the right.
       width: T.
+      rope: of the layers that this is the plan of; default the cache's.
+      window: as in the attributes.
       shared_tiling, group_tiling, private_tiling: how to cut blocks that all rows, a group and one
         row read; default by the shape.
     """
+    rope = cache.rope if rope is None else rope
     block = jnp.clip(layout.blocks, 0, cache.num_blocks - 1)
-    appended = _appended(cache, layout, count, width)
-    order = _row_order(cache, layout, block, appended, width)
-    reads = _local_reads(cache, layout, block, appended, order)
+    appended = _appended(cache, layout, count, width, rope)
+    order = _row_order(cache, layout, block, appended, width, rope)
+    reads = _local_reads(cache, layout, block, appended, order, window)
     pairs = zip((1, *layout.groups), layout.groups, strict=False)
     return Plan(
         blocks=layout.blocks,
@@ -126,11 +139,13 @@ def make_plan(
         offsets=reads.offsets,
         local_lengths=reads.lengths,
         seen=reads.seen,
+        unseen=reads.unseen,
         shared=shared_tiles(reads, layout.groups[-1] if layout.groups else 1, shared_tiling),
         grouped=tuple(group_tiles(reads, less, group, group_tiling) for less, group in pairs),
         private=private_tiles(reads, private_tiling),
-        rope=cache.rope,
+        rope=rope,
         token_sharding=cache.token_sharding,
+        window=window,
         **appended._asdict(),
         **order._asdict(),
     )
@@ -148,16 +163,14 @@ class _Appended(NamedTuple):
     faults: Array
 
 
-def _appended(cache: KVCache, layout: Layout, count: Array, width: int) -> _Appended:
+def _appended(cache: KVCache, layout: Layout, count: Array, width: int, rope: Rope) -> _Appended:
     written = layout.written
     target = jnp.clip(written, 0, cache.num_blocks - 1)
     ahead = jnp.zeros_like(target) if layout.ahead is None else layout.ahead
     before = cache.lengths[target] + ahead
     needed = jnp.where(written >= 0, jnp.clip(count, 0, width), 0)
     count = jnp.minimum(needed, jnp.maximum(cache.capacities[target] - before, 0))
-    key_cos, key_sin = cache.rope.cos_sin(
-        (cache.phases[target] + before)[:, None] + jnp.arange(width)
-    )
+    key_cos, key_sin = rope.cos_sin((cache.phases[target] + before)[:, None] + jnp.arange(width))
     return _Appended(
         count=count,
         ahead=ahead,
@@ -182,7 +195,7 @@ class _RowOrder(NamedTuple):
 
 
 def _row_order(
-    cache: KVCache, layout: Layout, block: Array, appended: _Appended, width: int
+    cache: KVCache, layout: Layout, block: Array, appended: _Appended, width: int, rope: Rope
 ) -> _RowOrder:
     sees, after = _sees(layout, appended), _lengths_after(layout, block, appended)
     last = jnp.maximum(layout.listed - 1, 0)[:, None]
@@ -192,7 +205,7 @@ def _row_order(
     own_start = jnp.take_along_axis(starts, last, axis=1)[:, 0]
     positions = (own_start + before)[:, None] + jnp.arange(width)
     rotation = positions[:, None] - starts[:, :, None] + cache.phases[block][:, :, None]
-    query_cos, query_sin = cache.rope.cos_sin(rotation)
+    query_cos, query_sin = rope.cos_sin(rotation)
     return _RowOrder(
         positions=positions,
         starts=starts,
@@ -204,7 +217,12 @@ def _row_order(
 
 
 def _local_reads(
-    cache: KVCache, layout: Layout, block: Array, appended: _Appended, order: _RowOrder
+    cache: KVCache,
+    layout: Layout,
+    block: Array,
+    appended: _Appended,
+    order: _RowOrder,
+    window: int,
 ) -> Reads:
     """The reads of the tokens that this device keeps: one run of every block, in order."""
     after = _lengths_after(layout, block, appended)
@@ -216,6 +234,20 @@ def _local_reads(
     )
     sharded = cache.token_sharding
     offsets = sharded.local_count(cache.offsets)
+
+    def local(tokens: Array) -> Array:
+        """How many of the first tokens of each listed block this device keeps."""
+        return (
+            sharded.local_count(cache.offsets[block][..., None] + tokens)
+            - (offsets[block][..., None])
+        )
+
+    unseen = None
+    if window:
+        outside = order.positions[:, None] - (window - 1) - order.starts[..., None]
+        unseen = jnp.clip(outside, 0, seen)
+        reads &= unseen[..., 0] < seen[..., 0]  # later tokens of the row see less of a block
+        unseen = local(unseen)
     return Reads(
         blocks=layout.blocks,
         block=block,
@@ -223,8 +255,8 @@ def _local_reads(
         fan_in=jnp.zeros(cache.num_blocks, jnp.int32).at[block].add(reads.astype(jnp.int32)),
         offsets=offsets,
         lengths=sharded.local_count(cache.offsets + appended.lengths) - offsets,
-        seen=sharded.local_count(cache.offsets[block][..., None] + seen)
-        - offsets[block][..., None],
+        seen=local(seen),
+        unseen=unseen,
         arena=cache.keys[0].shape[1],
     )
 

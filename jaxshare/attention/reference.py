@@ -20,10 +20,12 @@ _FINE = 1024
 def reference_attention(
     q: Float[Array, "R T H D"],
     keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
-) -> Float[Array, "R T H D"]:
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "R T H _"]:
     """Attention of queries that are not rotated over arenas that hold this pass's keys and values
     already, in q's dtype.
 
@@ -35,12 +37,13 @@ def reference_attention(
             "it reads whole blocks, and here each device keeps a part of them"
         )
     kv_heads, tokens, _ = keys.shape
+    values = values if values.shape[2] else keys[..., plan.rope.rotary_dim :]
     rows, width, heads, dim = q.shape
     entry = jnp.arange(tokens)
     out = []
     for r in range(rows):
         sees = jnp.zeros((width, tokens), bool)
-        rotation = jnp.zeros(tokens, jnp.int32)
+        rotation, place = jnp.zeros(tokens, jnp.int32), jnp.zeros(tokens, jnp.int32)
         start, new_start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         listed = [plan.blocks[r, n] for n in range(plan.blocks.shape[1])]
         last = sum((b >= 0).astype(jnp.int32) for b in listed) - 1
@@ -52,10 +55,14 @@ def reference_attention(
             causal = index[None] <= plan.before[b] + plan.ahead[r] + jnp.arange(width)[:, None]
             sees |= inside[None] & (causal | ~writes)
             rotation = jnp.where(inside, start - plan.phases[b], rotation)
+            place = jnp.where(inside, start + index, place)
             new_start = jnp.where(writes, start + plan.before[b] + plan.ahead[r], new_start)
             start = start + jnp.where(b >= 0, length, 0)
+        at = new_start + jnp.arange(width)
+        if plan.window:
+            sees &= at[:, None] - place[None] < plan.window
         k = _rotated(keys.astype(jnp.float32), *_table(plan.rope, rotation))
-        cos, sin = _table(plan.rope, new_start + jnp.arange(width))
+        cos, sin = _table(plan.rope, at)
         factor = np.float32(plan.rope.attention_factor)
         # [H, T, D]
         query = _rotated(q[r].astype(jnp.float32).swapaxes(0, 1), cos * factor, sin * factor)
@@ -68,13 +75,18 @@ def reference_attention(
             )
             * scale
         )
+        scores = jnp.tanh(scores / softcap) * softcap if softcap else scores
         scores = jnp.where(sees, scores, -jnp.inf)
+        if sinks is not None:  # one more key for each head, whose value is 0
+            sink = sinks.reshape(kv_heads, -1, 1, 1).astype(scores.dtype)
+            sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+            scores = jnp.concatenate([scores, sink], axis=-1)
         weights = jnp.exp(scores - jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30))
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
         mixed = jnp.einsum(
-            "kgts,ksd->kgtd", weights, values.astype(jnp.float32), precision="highest"
+            "kgts,ksd->kgtd", weights[..., :tokens], values.astype(jnp.float32), precision="highest"
         )
-        out.append(mixed.reshape(heads, width, dim).swapaxes(0, 1))
+        out.append(mixed.reshape(heads, width, values.shape[2]).swapaxes(0, 1))
     return jnp.stack(out).astype(q.dtype)
 
 

@@ -29,6 +29,8 @@ class Tiles:
       slot: where each of them lists the item's block.
       last: exclusive end of the tokens in the window visible to each new token; 0 where it sees
         none.
+      begin: the first token in the window visible to each new token; None where that is `first`,
+        because attention has no sliding window.
       size: tokens of a window (static).
       at_once: how many items one product should take; it divides I (static).
     """
@@ -39,6 +41,7 @@ class Tiles:
     row: Int32[Array, "I Q"]
     slot: Int32[Array, "I Q"]
     last: Int32[Array, "I Q T"]
+    begin: Int32[Array, "I Q T"] | None
     size: int = dataclasses.field(metadata={"static": True})
     at_once: int = dataclasses.field(metadata={"static": True})
 
@@ -46,7 +49,11 @@ class Tiles:
     def tokens(self) -> Int32[Array, ""]:
         """The number of tokens in all items, each item's counted once."""
         last = jnp.minimum(jnp.max(self.last, axis=(1, 2), initial=0), self.size)
-        return jnp.sum(jnp.maximum(last - self.first, 0))
+        first = self.first
+        if self.begin is not None:
+            sees = self.begin < self.last
+            first = jnp.min(jnp.where(sees, self.begin, self.size), axis=(1, 2), initial=self.size)
+        return jnp.sum(jnp.maximum(last - first, 0))
 
 
 class Tiling(NamedTuple):
@@ -67,6 +74,8 @@ class Reads(NamedTuple):
       fan_in: rows that read each block.
       offsets, lengths: where each block's tokens are in the arena, and how many.
       seen: how many of those each new token sees, the first ones.
+      unseen: how many of the first ones it does not see, because of a sliding window; None without
+        one.
       arena: tokens of the arena.
     """
 
@@ -77,7 +86,18 @@ class Reads(NamedTuple):
     offsets: Int32[Array, " B"]
     lengths: Int32[Array, " B"]
     seen: Int32[Array, "R N T"]
+    unseen: Int32[Array, "R N T"] | None
     arena: int
+
+    @property
+    def begins(self) -> Int32[Array, " B"] | None:
+        """The first token of each block that any row sees; None without a sliding window."""
+        if self.unseen is None:
+            return None
+        never = jnp.iinfo(jnp.int32).max
+        first = jnp.where(self.reads, self.unseen[..., 0], never)
+        begins = jnp.full(self.lengths.shape, never).at[self.block].min(first)
+        return jnp.minimum(begins, self.lengths)
 
 
 def shared_tiles(reads: Reads, largest_group: int, tiling: Tiling | None) -> Tiles:
@@ -87,6 +107,7 @@ def shared_tiles(reads: Reads, largest_group: int, tiling: Tiling | None) -> Til
         jnp.where(reads.fan_in > largest_group, reads.lengths, 0),
         tiling or _TILING,
         reads.arena,
+        reads.begins,
     )
     match = reads.blocks == pieces.run[:, None, None]  # [I, R, N]
     slot = jnp.argmax(match, axis=2)
@@ -101,6 +122,7 @@ def group_tiles(reads: Reads, smaller: int, group: int, tiling: Tiling | None) -
         jnp.where((reads.fan_in > smaller) & (reads.fan_in <= group), reads.lengths, 0),
         tiling or _group_tiling(group, reads.seen.shape[2]),
         reads.arena,
+        reads.begins,
     )
     row, slot = (x[pieces.run] for x in _readers(reads, group))  # [I, group]
     is_reader = jnp.arange(group) < reads.fan_in[pieces.run][:, None]
@@ -111,10 +133,12 @@ def private_tiles(reads: Reads, tiling: Tiling | None) -> Tiles:
     """Tiles of the blocks that one row reads."""
     rows, slots, width = reads.seen.shape
     alone = reads.reads & (reads.fan_in[reads.block] == 1)
+    begins = reads.begins
     pieces = _cut(
         jnp.where(alone, reads.lengths[reads.block], 0).reshape(-1),
         tiling or _private_tiling(width, rows),
         reads.arena,
+        None if begins is None else begins[reads.block].reshape(-1),
     )
     row, slot = pieces.run[:, None] // slots, pieces.run[:, None] % slots
     offset = reads.offsets[reads.block[row[:, 0], slot[:, 0]]]
@@ -189,9 +213,13 @@ class _Pieces(NamedTuple):
     tiling: Tiling
 
 
-def _cut(lengths: Array, tiling: Tiling, arena: int) -> _Pieces:
-    """Cuts runs of int32[number of runs] tokens into pieces of a tile each."""
+def _cut(lengths: Array, tiling: Tiling, arena: int, begins: Array | None) -> _Pieces:
+    """Cuts runs of int32[number of runs] tokens into pieces of a tile each; of a run that has a
+    begin, the tiles before it are left out."""
     size, at_once = min(tiling.size, arena), tiling.at_once
+    if begins is not None:
+        begins = begins - begins % size  # tiles of a block are at the same places as without
+        lengths = jnp.maximum(lengths - begins, 0)
     ends = jnp.cumsum(-(-lengths // size))
     # A run has at most one piece that is not full, so this many are enough.
     max_items = arena // size + lengths.shape[0]
@@ -201,6 +229,7 @@ def _cut(lengths: Array, tiling: Tiling, arena: int) -> _Pieces:
     run = jnp.searchsorted(ends, item, side="right", method=method).astype(jnp.int32)
     run = jnp.minimum(run, lengths.shape[0] - 1)
     first = (item - jnp.where(run > 0, ends[run - 1], 0)) * size
+    first = first if begins is None else first + begins[run]
     return _Pieces(run, first, ends[-1], Tiling(size, at_once))
 
 
@@ -214,13 +243,19 @@ def _tiles(
     # [I, Q, T], counted from the block's start
     seen = jnp.where((is_reader & real)[..., None], reads.seen[row, slot], 0)
     start = jnp.clip(offset + pieces.first, 0, reads.arena - size)
+    first = offset + pieces.first - start
+    begin = None
+    if reads.unseen is not None:
+        begin = reads.unseen[row, slot] - (start - offset)[:, None, None]
+        begin = jnp.maximum(begin, first[:, None, None])
     return Tiles(
         pieces.count,
         start,
-        first=offset + pieces.first - start,
+        first=first,
         row=row,
         slot=slot,
         last=jnp.where(seen > 0, jnp.maximum(seen - (start - offset)[:, None, None], 0), 0),
+        begin=begin,
         size=size,
         at_once=at_once,
     )

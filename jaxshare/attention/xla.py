@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
-from jaxshare.attention.merge import Partial, merge, merge_over
+from jaxshare.attention.merge import Partial, merge, merge_over, sink_part
 from jaxshare.attention.plan import Plan
 from jaxshare.attention.tiling import Tiles
 
+_Score = Callable[[Array, Array], Array]
+"""(queries, keys) -> scores, the softcap applied."""
 _LOG2_E = 1.4426950408889634
 _MAX_QUERIES_AT_ONCE = 32
 """Queries of an item up to which all of an arena may be read in one product: the scores of more
@@ -36,20 +38,32 @@ more, iterations over all rows would make a pass quadratic in them."""
 def xla_attention(
     q: Float[Array, "R T H D"],
     keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
-) -> Float[Array, "R T H D"]:
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "R T H _"]:
     """Attention of queries that are not rotated over arenas that hold this pass's keys and values
     already, in q's dtype."""
+    # Where values are a part of keys, whole keys are weighted and the sums of rotated entries left
+    # out at the end: that costs less than a copy of a part of every key.
+    first = 0 if values.shape[2] else 2 * plan.query_cos.shape[-1]
+    values = values if values.shape[2] else keys
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
     grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
     queries = _RotatedQueries.of(plan, grouped.transpose(2, 0, 1, 3, 4))
-    shared = _shared(queries, keys, values, plan.shared)
-    grouped = [_grouped(queries, keys, values, tiles) for tiles in (*plan.grouped, plan.private)]
-    out = merge_over(plan.token_sharding.axis, *merge(shared, *grouped))  # [K, R, T, G, D]
-    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape).astype(q.dtype)
+    score = functools.partial(_scores, softcap=softcap)
+    parts = [_shared(queries, keys, values, plan.shared, score)]
+    for tiles in (*plan.grouped, plan.private):
+        parts.append(_grouped(queries, keys, values, tiles, score))
+    if sinks is not None:
+        parts.append(
+            sink_part(sinks.reshape(kv_heads, 1, 1, -1), *parts[0], plan.token_sharding.axis)
+        )
+    out = merge_over(plan.token_sharding.axis, *merge(*parts))  # [K, R, T, G, D]
+    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)[..., first:].astype(q.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +118,9 @@ class _OnlineSoftmax:
         )
 
 
-def _shared(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> Partial:
+def _shared(
+    queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles, score: _Score
+) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that all rows read together."""
     kv_heads, rows, width, group, dim = queries.q.shape
     flat = rows * width * group
@@ -116,11 +132,9 @@ def _shared(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) 
             lambda slot: queries.towards(slice(None), jnp.arange(rows), slot, keys.dtype),
             out_axes=1,
         )(items.slot)
-        scores = _product(query.reshape(-1, flat, dim), k, 2).reshape(*shape, -1)
-        last = jnp.broadcast_to(items.last[..., None], (shape[1], rows, width, group)).reshape(
-            shape[1], -1
-        )
-        if width == 1 and shape[1] == 1:
+        scores = score(query.reshape(-1, flat, dim), k).reshape(*shape, -1)
+        first, last = _ends(items, group)
+        if width == 1 and shape[1] == 1 and items.begin is None:
             # All rows that see the item see the same tokens of it, so one bias serves all of them,
             # and the others get a weight of 0.
             sees = (last > items.first[:, None])[0]
@@ -128,7 +142,7 @@ def _shared(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) 
             top = jnp.maximum(running.top, jnp.where(sees, _over_items(scores, jnp.max), -jnp.inf))
             under = jnp.where(sees, _finite(top), jnp.inf)
         else:
-            scores = _masked(scores, items.first, last)
+            scores = _masked(scores, first, last)
             top = jnp.maximum(running.top, _over_items(scores, jnp.max))
             under = _finite(top)
         weights = _weights(scores - under[:, None, :, None], v.dtype)
@@ -148,7 +162,9 @@ def _shared(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) 
     return out.reshape(queries.q.shape), lse.reshape(queries.q.shape[:-1])
 
 
-def _grouped(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles) -> Partial:
+def _grouped(
+    queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles, score: _Score
+) -> Partial:
     """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that a few rows each, or one, read."""
     kv_heads, rows, width, group, dim = queries.q.shape
     readers = tiles.row.shape[1]
@@ -159,11 +175,8 @@ def _grouped(queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles)
         row, slot = items.row, items.slot  # [W, Q]
         shape = (kv_heads, row.shape[0], readers * width * group)
         query = queries.towards(row, row, slot, keys.dtype)  # [K, W, Q, T, G, D]
-        scores = _product(query.reshape(-1, shape[2], dim), k, 2).reshape(*shape, -1)
-        last = jnp.broadcast_to(items.last[..., None], (shape[1], readers, width, group)).reshape(
-            shape[1], -1
-        )
-        scores = _masked(scores, items.first, last)
+        scores = score(query.reshape(-1, shape[2], dim), k).reshape(*shape, -1)
+        scores = _masked(scores, *_ends(items, group))
         row = row.reshape(-1)
 
         def by_reader(x: Array) -> Array:
@@ -259,8 +272,9 @@ def _over_items(x: Array, reduce: Callable[..., Array]) -> Array:
 
 def _select(tiles: Tiles, select: Callable[[Array], Array]) -> Tiles:
     """Those of the items that `select` takes of an array of all of them."""
-    names = "start", "first", "row", "slot", "last"
-    return dataclasses.replace(tiles, **{name: select(getattr(tiles, name)) for name in names})
+    names = "start", "first", "row", "slot", "last", "begin"
+    taken = {name: jax.tree.map(select, getattr(tiles, name)) for name in names}
+    return dataclasses.replace(tiles, **taken)
 
 
 def _windows(arena: Array, items: Tiles) -> Array:
@@ -277,14 +291,24 @@ def _bias(first: Array, last: Array, size: int) -> Array:
     return jnp.where((token >= first[:, None]) & (token < last[:, None]), 0.0, -jnp.inf)
 
 
+def _ends(items: Tiles, group: int) -> tuple[Array, Array]:
+    """The first token that each query of W items sees, [W, 1] or [W, Q], and the end [W, Q]."""
+
+    def by_query(x: Array) -> Array:
+        return jnp.broadcast_to(x[..., None], (*x.shape, group)).reshape(x.shape[0], -1)
+
+    first = items.first[:, None] if items.begin is None else by_query(items.begin)
+    return first, by_query(items.last)
+
+
 def _masked(scores: Array, first: Array, last: Array) -> Array:
-    """The scores [K, W, Q, size] where first [W] <= token < last [W, Q], else -inf."""
+    """The scores [K, W, Q, size] where first [W, 1 or Q] <= token < last [W, Q], else -inf."""
     # One unsigned comparison for both ends. The barrier keeps the gathers that made `last` out of
     # the wide loop.
     first, last = jax.lax.optimization_barrier((first, last))
-    token = (jnp.arange(scores.shape[-1]) - first[:, None]).astype(jnp.uint32)
-    seen = jnp.maximum(last - first[:, None], 0).astype(jnp.uint32)
-    return jnp.where(token[:, None] < seen[..., None], scores, -jnp.inf)
+    token = (jnp.arange(scores.shape[-1]) - first[..., None]).astype(jnp.uint32)
+    seen = jnp.maximum(last - first, 0).astype(jnp.uint32)
+    return jnp.where(token < seen[..., None], scores, -jnp.inf)
 
 
 def _weights(x: Array, dtype: jnp.dtype) -> Array:
@@ -303,6 +327,12 @@ def _weights(x: Array, dtype: jnp.dtype) -> Array:
     if dtype == jnp.float32:
         return jnp.exp(x)
     return jax.lax.platform_dependent(x, cpu=short, default=jnp.exp).astype(dtype)
+
+
+def _scores(query: Array, k: Array, *, softcap: float) -> Array:
+    """The scores [n, q, size] of queries [n, q, D] and keys [n, size, D]."""
+    scores = _product(query, k, 2)
+    return softcap * jnp.tanh(scores / softcap) if softcap else scores
 
 
 def _product(a: Array, b: Array, contract: int) -> Array:

@@ -80,6 +80,23 @@ def products(
     return _served(implementation, multiply)
 
 
+def expert_products(
+    x: Array,
+    expert: Array,
+    kernels: Sequence[Array],
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+) -> Sequence[Array] | None:
+    """Multiplies rows with the matrices of their experts as `cpu_expert_products` does."""
+
+    def multiply() -> Sequence[Array]:
+        from jaxshare.cpu.matrices.experts import cpu_expert_products
+
+        return cpu_expert_products(x, expert, kernels, dtype)
+
+    return _served(implementation, multiply)
+
+
 def rms_norm(x: Array, scale: Array, eps: float, implementation: Implementation) -> Array | None:
     """Normalises [..., M] as `cpu_rms_norm` does its rows."""
 

@@ -23,9 +23,9 @@ _PIECE = 64
 
 def cpu_append(
     keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens _"],
     k: Float[Array, "R T K D"],
-    v: Float[Array, "R T K D"],
+    v: Float[Array, "R T K _"],
     plan: Any,
 ) -> tuple[Array, Array]:
     """The arenas with new keys and values, as `jaxshare.arena.append_tokens`; they are donated.
@@ -37,17 +37,18 @@ def cpu_append(
     if plan.token_sharding.axis is not None:
         raise NotImplementedError("tokens are spread over devices")
     dtypes = served_dtypes(k.dtype, keys.dtype)
+    has_values = values.shape[2] > 0  # else they are a part of keys
     dim, pairs = keys.shape[2], plan.key_cos.shape[-1]
-    write = functools.partial(_write, dim, pairs, *dtypes)
-    target = register(f"append.{dim}.{pairs}.{'.'.join(dtypes)}", write)
-    shapes = [jax.ShapeDtypeStruct(keys.shape, keys.dtype)] * 2
+    write = functools.partial(_write, dim, pairs, has_values, *dtypes)
+    target = register(f"append.{dim}.{pairs}.{has_values}.{'.'.join(dtypes)}", write)
+    shapes = [jax.ShapeDtypeStruct(arena.shape, arena.dtype) for arena in (keys, values)]
     call = jax.ffi.ffi_call(target, shapes, input_output_aliases={_KEYS: 0, _VALUES: 1})
     new = keys, values
     written = call(*new, k, v, plan.key_cos, plan.key_sin, plan.write_at, plan.count)
     return written[0], written[1]
 
 
-def _write(dim: int, pairs: int, new: str, arena: str, call: Call) -> None:
+def _write(dim: int, pairs: int, has_values: bool, new: str, arena: str, call: Call) -> None:
     code = call.code
     work = code.array(I64, _WORK.bytes // 8)
     rows, width, kv_heads = (call.size(_K, axis) for axis in range(3))
@@ -57,11 +58,13 @@ def _write(dim: int, pairs: int, new: str, arena: str, call: Call) -> None:
     arguments = {"k": _K, "v": _V, "cos": _COS, "sin": _SIN, "write_at": _WRITE_AT, "count": _COUNT}
     for name, index in arguments.items():
         _WORK.write(code, work, **{name: call.argument(index)})
-    piece = _write_piece(call, dim, pairs, FORMATS[new], FORMATS[arena])
+    piece = _write_piece(call, dim, pairs, has_values, FORMATS[new], FORMATS[arena])
     call.parallel(piece, work, (rows * width + (_PIECE - 1)) // _PIECE)
 
 
-def _write_piece(call: Call, dim: int, pairs: int, new: ir.Type, arena: ir.Type) -> Code:
+def _write_piece(
+    call: Call, dim: int, pairs: int, has_values: bool, new: ir.Type, arena: ir.Type
+) -> Code:
     """piece(work, i): some tokens of the rows."""
     code = begin_task(call, "piece")
     work, index = code.args
@@ -77,7 +80,8 @@ def _write_piece(call: Call, dim: int, pairs: int, new: ir.Type, arena: ir.Type)
                 target = (head * w.tokens + at) * (dim * BYTES[arena])
                 copy = _Copy(code, dim, new, arena)
                 copy.rotated(w.k + source, w.keys + target, pairs, *angles)
-                copy.plain(w.v + source, w.values + target, 0)
+                if has_values:
+                    copy.plain(w.v + source, w.values + target, 0)
     code.give()
     return code
 

@@ -26,8 +26,10 @@ from jaxshare.cpu.selection import (
 )
 from jaxshare.cpu.truncation import BLOCK, write_candidates, write_maxima
 
+_PIECE = 2**14
+"""Numbers of a piece of the work, about: for fewer it takes longer to wake a thread."""
 _RESULTS = ("tokens", "kept", "below", "rest", "rest_at_1")
-_WORK = Record(("size", "k"), ("logits", "kept_at", *_RESULTS))
+_WORK = Record(("size", "k", "rows", "per_piece"), ("logits", "kept_at", *_RESULTS))
 
 
 def cpu_largest_logits(
@@ -63,10 +65,23 @@ def cpu_largest_logits(
 def _write(call: Call) -> None:
     code, rows = call.code, call.size(0, 0)
     work = code.array(I64, _WORK.bytes // 8)
-    _WORK.write(code, work, size=call.size(0, 1), k=call.size(2, 0))
+    size = call.size(0, 1)
+    per_piece = code.max(code.constant(_PIECE) // size, 1)
+    _WORK.write(code, work, size=size, k=call.size(2, 0), rows=rows, per_piece=per_piece)
     _WORK.write(code, work, logits=call.argument(0), kept_at=call.argument(1))
     _WORK.write(code, work, **{name: call.result(i) for i, name in enumerate(_RESULTS)})
-    call.parallel(_write_row(call), work, rows)
+    call.parallel(_write_piece(call), work, (rows + (per_piece - 1)) // per_piece)
+
+
+def _write_piece(call: Call) -> Code:
+    """piece(work, i): what is kept of some of the rows."""
+    write_row, code = _write_row(call), begin_task(call, "piece")
+    work, index = code.args
+    w = _WORK.read_all(code, work)
+    with code.loop(index * w.per_piece, code.min((index + 1) * w.per_piece, w.rows)) as row:
+        code.call(write_row, work, row)
+    code.give()
+    return code
 
 
 def _write_row(call: Call) -> Code:

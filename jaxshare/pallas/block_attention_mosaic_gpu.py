@@ -30,7 +30,7 @@ _SPAN = 2 * WARPGROUP
 def mosaic_gpu_attention(
     q: Float[Array, "R T H D"],
     keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
 ) -> Float[Array, "R T H D"]:
@@ -41,6 +41,8 @@ def mosaic_gpu_attention(
     Raises:
       NotImplementedError: a device, dtype or shape that the kernel does not support.
     """
+    if not values.shape[2]:
+        raise NotImplementedError("values are a part of keys")
     device = current_device()
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]

@@ -32,7 +32,7 @@ _LOG2_E = 1.4426950408889634
 def triton_attention(
     q: Float[Array, "R T H D"],
     keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
 ) -> Float[Array, "R T H D"]:
@@ -88,6 +88,8 @@ def _supported_device(q: Array, keys: Array, values: Array) -> Device:
         )
     if keys.dtype not in _DTYPES:
         raise NotImplementedError(f"its caches are bfloat16 or float16; this one is {keys.dtype}")
+    if not values.shape[2]:
+        raise NotImplementedError("values are a part of keys")
     if values.dtype != keys.dtype:
         raise NotImplementedError(
             f"keys and values must be of one dtype; these are {keys.dtype} and {values.dtype}"

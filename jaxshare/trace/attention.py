@@ -133,24 +133,33 @@ def trace_attention(
     v: Float[Array, "..."],
     batch: TraceBatch,
     rope: Rope,
-) -> Float[Array, "N T H D"]:
+    *,
+    window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
+) -> Float[Array, "N T H _"]:
     """Attention of all tokens of traces at once, each over what it saw, where that was then.
     Differentiable in q, k and v.
 
     The backward pass computes chunks and tiles again, so its memory, too, grows with T alone.
 
     Args:
-      q: [N, T, H, D], k, v: [N, T, K, D], not rotated; H is a multiple of K.
+      q: [N, T, H, D], k, v: [N, T, K, D], not rotated; H is a multiple of K. Values may have a
+        last dim of 0: a token's value is then its key without the rotated entries.
       batch: of the traces.
       rope: of queries and keys.
+      window: tokens that a token sees, itself included, by their places; 0 for all.
+      scale, softcap, sinks: as in `jaxshare.attention.block_attention`.
 
     Returns:
-      Attention in q's dtype; 0 for padding.
+      Attention in q's dtype, with the last dim of the values; 0 for padding.
 
     Raises:
       ValueError: shapes that do not fit the batch.
     """
     _check_shapes(q, k, v, batch)
+    v = v if v.shape[3] else k[..., rope.rotary_dim :]
     # Values that are not finite must not reach tokens that do not see them, as in a cache.
     k, v = make_finite(k), make_finite(v)
     tables = rope.cos_sin(batch.placement_indices)
@@ -167,21 +176,24 @@ def trace_attention(
         lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), 1, 0),
         _Chunk(q, batch.passes, batch.rotations, batch.seen),
     )
-    out = jax.lax.map(jax.checkpoint(lambda chunk: _attend(chunk, tiles, rope)), chunks)
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape)
+    form = _Form(rope, window, q.shape[3] ** -0.5 if scale is None else scale, softcap)
+    out = jax.lax.map(jax.checkpoint(lambda chunk: _attend(chunk, tiles, form, sinks)), chunks)
+    return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[3])
 
 
 def _check_shapes(q: Array, k: Array, v: Array, batch: TraceBatch) -> None:
     if (
         q.shape[:2] != batch.shape
-        or k.shape != v.shape
+        or k.shape[:3] != v.shape[:3]
+        or v.shape[3:] not in ((0,), k.shape[3:])
         or k.shape[:2] != batch.shape
         or q.shape[2] % k.shape[2]
         or q.shape[1] % CHUNK
     ):
         raise ValueError(
-            f"q must be [N, T, H, D] and k and v [N, T, K, D] with N, T = {batch.shape}, T a "
-            f"multiple of {CHUNK} and K dividing H; got {q.shape}, {k.shape} and {v.shape}"
+            f"q must be [N, T, H, D] and k and v [N, T, K, D] (or v with a last dim of 0) with "
+            f"N, T = {batch.shape}, T a multiple of {CHUNK} and K dividing H; got {q.shape}, "
+            f"{k.shape} and {v.shape}"
         )
 
 
@@ -195,7 +207,7 @@ class _Chunk(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """S placements of one block of each trace: keys (rotated) and values [N, S, K, D], block [N],
+    """S placements of one block of each trace: keys (rotated) and values [N, S, K, _], block [N],
     indices, starts and ends [N, S]."""
 
     keys: Array
@@ -206,7 +218,16 @@ class _Tile(NamedTuple):
     ends: Array
 
 
-def _attend(chunk: _Chunk, tiles: _Tile, rope: Rope) -> Array:
+class _Form(NamedTuple):
+    """Arguments of `trace_attention` that are no arrays."""
+
+    rope: Rope
+    window: int
+    scale: float
+    softcap: float
+
+
+def _attend(chunk: _Chunk, tiles: _Tile, form: _Form, sinks: Array | None) -> Array:
     """[N, C, H, D]: attention of a chunk over all tiles, given with a first dimension more."""
 
     @jax.checkpoint
@@ -219,20 +240,27 @@ def _attend(chunk: _Chunk, tiles: _Tile, rope: Rope) -> Array:
         when = chunk.passes[..., None]
         present = (tile.starts[:, None] <= when) & (when < tile.ends[:, None])
         visible = (tile.indices[:, None] < limit) & present  # [N, C, S]
+        if form.window:
+            visible &= rotation - tile.indices[:, None] < form.window
         # Most tiles are of another time than the chunk.
         return jax.lax.cond(
             jnp.any(visible),
-            lambda: _added(carry, chunk.q, tile, rotation, visible, rope),
+            lambda: _added(carry, chunk.q, tile, rotation, visible, form),
             lambda: carry,
         ), None
 
-    traces, width, heads, dim = chunk.q.shape
-    kv_heads = tiles.keys.shape[3]
+    traces, width, heads, _ = chunk.q.shape
+    kv_heads, dim = tiles.values.shape[-2:]
     empty = traces, kv_heads, heads // kv_heads, width
     start = jnp.full(empty, _LOWEST), jnp.zeros(empty), jnp.zeros((*empty, dim))
-    (_, total, mixed), _ = jax.lax.scan(add, start, tiles)
+    (top, total, mixed), _ = jax.lax.scan(add, start, tiles)
+    if sinks is not None:  # one more key, whose value is 0
+        score = sinks.reshape(kv_heads, -1, 1).astype(top.dtype)
+        high = jax.lax.stop_gradient(jnp.maximum(top, score))
+        keep = jnp.exp(top - high)
+        total, mixed = total * keep + jnp.exp(score - high), mixed * keep[..., None]
     out = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.moveaxis(out, 3, 1).reshape(chunk.q.shape).astype(chunk.q.dtype)
+    return jnp.moveaxis(out, 3, 1).reshape(traces, width, heads, dim).astype(chunk.q.dtype)
 
 
 def _added(
@@ -241,18 +269,18 @@ def _added(
     tile: _Tile,
     rotation: Array,
     visible: Array,
-    rope: Rope,
+    form: _Form,
 ) -> tuple[Array, Array, Array]:
     """The online softmax (top, total, mixed) with one tile more."""
     top, total, mixed = carry
     keys, values = tile.keys, tile.values
-    cos, sin = rope.cos_sin(rotation)  # [N, C, 1, P]
+    cos, sin = form.rope.cos_sin(rotation)  # [N, C, 1, P]
     # [N, C, K, G, D]
     rotated = rotate(q, cos, sin).reshape(*q.shape[:2], keys.shape[2], -1, q.shape[3])
     sees = visible[:, None, None]
-    scores = jnp.where(
-        sees, _product("nckgd,nskd->nkgcs", rotated, keys) * q.shape[3] ** -0.5, _LOWEST
-    )
+    scores = _product("nckgd,nskd->nkgcs", rotated, keys) * form.scale
+    scores = form.softcap * jnp.tanh(scores / form.softcap) if form.softcap else scores
+    scores = jnp.where(sees, scores, _LOWEST)
     # The largest score cancels out of the result, so no gradient goes through it.
     high = jax.lax.stop_gradient(jnp.maximum(top, jnp.max(scores, axis=-1)))
     weights = jnp.where(sees, jnp.exp(scores - high[..., None]), 0.0)
@@ -278,7 +306,7 @@ def _laid_out(x: Array, batch: TraceBatch) -> Array:
 def fill(
     cache: KVCache,
     keys: Sequence[Float[Array, "T K D"]],
-    values: Sequence[Float[Array, "T K D"]],
+    values: Sequence[Float[Array, "T K _"]],
     tokens: Int[Array, " X"],
     indices: Int[Array, " X"],
     offsets: Int[Array, " X"],
@@ -294,15 +322,17 @@ def fill(
         padding.
       lengths: tokens in each block.
     """
-    cos, sin = (table[:, None] for table in cache.rope.cos_sin(indices))
+    tables = {
+        rope: tuple(table[:, None] for table in rope.cos_sin(indices)) for rope in {*cache.ropes}
+    }
 
     def heads_first(x: Array, dtype: jnp.dtype) -> Array:
         return make_finite(x.astype(dtype)).swapaxes(0, 1)
 
     new = (
         tuple(
-            heads_first(rotate(k[tokens], cos, sin), a.dtype)
-            for k, a in zip(keys, cache.keys, strict=True)
+            heads_first(rotate(k[tokens], *tables[rope]), a.dtype)
+            for k, a, rope in zip(keys, cache.keys, cache.ropes, strict=True)
         ),
         tuple(heads_first(v[tokens], a.dtype) for v, a in zip(values, cache.values, strict=True)),
     )

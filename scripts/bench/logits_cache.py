@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import cache_dtype, token_bytes
 from scripts.bench.lib import command, finish, machine, progress, versions
 from scripts.bench.parts.engine.random_model import MODEL, Profile, forking_model, profile
-from scripts.bench.parts.logits_cache.group import Group, run_group
+from scripts.bench.parts.logits_cache.group import Group, engines_of, run_group
 from scripts.bench.parts.logits_cache.options import (
     CACHE_BYTES,
     GROWTH,
@@ -54,8 +54,6 @@ from scripts.bench.parts.logits_cache.report import (
     goals,
 )
 from scripts.bench.parts.logits_cache.supervised import search_point
-
-WARM_UP_TOKENS = 64
 
 
 def summarise(temperature: float, groups: Sequence[Group], vocab: int) -> dict[str, Any]:
@@ -151,38 +149,41 @@ def measure(
 ) -> dict[str, Any]:
     """Measures one model at all temperatures, once everything is compiled: its prompts alone."""
     forbidden = tuple(model.generation.stop_tokens)
-    # Nothing is evicted: all answers of a prompt fit beside it, and the capacity of the next one.
-    capacity = scale.rows * (max(map(len, prompts)) + (turns + 2) * (tokens + GROWTH))
+    # All answers of a prompt fit beside it, and the capacity of the next one.
+    capacity = max(8, scale.rows) * (max(map(len, prompts)) + (turns + 2) * (tokens + GROWTH))
     kv_bytes = bucket(capacity) * token_bytes(model)  # alike for both tasks, which share programs
     groups = [
         range(at, min(at + scale.rows, len(prompts))) for at in range(0, len(prompts), scale.rows)
     ]
 
-    def run(group: range, temperature: float, tokens: int, turns: int, seed: int) -> Group:
+    def run(
+        engines: Mapping[str, Engine], group: range, temperature: float, seed: int = seed
+    ) -> Group:
         return run_group(
-            model,
+            engines,
             [prompts[i] for i in group],
             puzzles=group,
             sampler=Sampler(temperature=temperature, forbidden=forbidden),
             tokens=tokens,
             turns=turns,
-            kept=scale.kept,
-            kv_bytes=kv_bytes,
-            rows=scale.rows,
             seed=seed,
         )
 
     say(f"{name}: compile")
     certainty = model_profile(model, prompts, forbidden, seed)
-    warm_up(model, prompts, forbidden, kept=scale.kept, kv_bytes=kv_bytes, rows=scale.rows)
-    for temperature in (0.3, 1.0):  # few tokens, untimed
-        run(groups[0], temperature, min(tokens, WARM_UP_TOKENS), 1, stream_seed(seed, "warm up"))
+    sizes = {"kept": scale.kept, "kv_bytes": kv_bytes, "rows": scale.rows}
+    warm_up(model, prompts, forbidden, **sizes)
+    with engines_of(model, **sizes, always=True) as engines:
+        for temperature in (0.3, 1.0):  # untimed
+            run(engines, groups[0], temperature, stream_seed(seed, "warm up"))
     points = []
     for temperature in temperatures:
         done = []
-        for number, group in enumerate(groups):
-            say(f"{name}: temperature {temperature}, group {number + 1} of {len(groups)}")
-            done.append(run(group, temperature, tokens, turns, seed))
+        # They know nothing at first, and learn from group to group where the Logits Cache pays.
+        with engines_of(model, **sizes) as engines:
+            for number, group in enumerate(groups):
+                say(f"{name}: temperature {temperature}, group {number + 1} of {len(groups)}")
+                done.append(run(engines, group, temperature))
         points.append(summarise(temperature, done, model.config.vocab_size))
     return {
         "model": name,

@@ -125,13 +125,13 @@ def _reachable(engine: Engine) -> dict[str, int]:
     """The elements of containers and the bytes of numpy arrays that an engine leads to.
 
     Without the model, and without what is bounded by its own size: the prefix tree, its policy, the
-    Logits Cache, the counts from which seeds are derived, free memory in pieces that come together
-    again, and the last sampler of each row.
+    Logits Cache and what decides where it pays, the counts from which seeds are derived, free
+    memory in pieces that come together again, and the last sampler of each row.
     """
     kv, samplers = engine._scheduler.kv, engine._scheduler._decode_rows._samplers
     bounded = (
         *(engine.model, kv.tree, kv._policy, engine.logits_cache),
-        *(engine._seeds.counts, kv.pool._free_list, samplers),
+        *(engine._seeds.counts, kv.pool._free_list, samplers, engine._scheduler.output.payoff),
     )
     seen, found, size = {id(each) for each in bounded}, 0, 0
     waiting: list[Any] = [engine]

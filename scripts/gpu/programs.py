@@ -104,6 +104,11 @@ class Shape(NamedTuple):
     num_kv_heads: int
     head_dim: int
     rope: Rope
+    layer_ropes: tuple[Rope, ...] = ()
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
 
 
 Traced = tuple[Callable[..., jax.Array], tuple[Any, ...]]

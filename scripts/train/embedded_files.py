@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from jaxshare.models import EMBEDDED
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.orbax_io import write_tensors
-from jaxshare.models.safetensors_io import tensor_name
+from jaxshare.models.tensor_names import tensor_name
 from jaxshare.rope import Rope
 from scripts.train.embedded_data import CHAT_TEMPLATE, END, PAD
 

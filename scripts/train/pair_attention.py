@@ -98,7 +98,7 @@ def _logits(module: Decoder, batch: TraceBatch, pairs: Pairs, at: Array) -> Arra
             q.dtype
         )[None]
 
-    x = module._trunk(batch.tokens, lambda _, q, k, v: attend(q, k, v))
+    x = module._trunk(batch.tokens, lambda _, q, k, v, sinks: attend(q, k, v))
     return module._logits(jnp.take_along_axis(x, at[..., None], axis=1))
 
 

@@ -92,7 +92,8 @@ def causal_logits(module: Decoder, tokens: Array) -> Array:
     cos, sin = module.config.rope.cos_sin(jnp.arange(tokens.shape[1])[:, None])
     return module._logits(
         module._trunk(
-            tokens, lambda _, q, k, v: causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+            tokens,
+            lambda _, q, k, v, sinks: causal_attention(rotate(q, cos, sin), rotate(k, cos, sin), v),
         )
     )
 

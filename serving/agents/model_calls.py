@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import threading
@@ -104,7 +105,7 @@ async def _answer(
             chat.tools,
             chat.variables,
             chat.grammar,
-            _call_seed(runtime.seed, run.id, _next_firing(path), number, attempt),
+            functools.partial(_next_call_seed, runtime.seed, run.id, path, number, attempt),
             search_place(run, state, firing),
         )
         try:
@@ -249,6 +250,11 @@ def _cost(run: AgentRun, reply: Reply) -> float:
 def _call_seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
     """The seed of one model call, which depends only on the position of the call in the program."""
     return stream_seed(seed, "call", run, len(path), *path, number, attempt)
+
+
+def _next_call_seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
+    """The seed of the same call in the next firing of its state."""
+    return _call_seed(seed, run, _next_firing(path), number, attempt)
 
 
 def _next_firing(path: tuple[int, ...]) -> tuple[int, ...]:

@@ -38,6 +38,9 @@ class _IndependentPaths(Paths):
         self._num_open = self.n
         self._ready += [root] * self.n
 
+    def refires(self, state: State) -> bool:
+        return state.waiting is None  # all paths part at the start
+
     def judges(self, state: State) -> bool:
         return self.value is not None and state.finished
 
@@ -141,6 +144,9 @@ class SelfRefine(Paths):
         self._finished: list[State] = []
         self._inquiry: Inquiry | None = None
         self._ready.append(root)
+
+    def refires(self, state: State) -> bool:
+        return state.waiting is None  # every round begins anew
 
     def judges(self, state: State) -> bool:
         return self.value is not None and state.finished

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from jaxshare.argument_checks import as_float
+from jaxshare.serving.agents import places
 from jaxshare.serving.agents.dialogue import Message
+from jaxshare.serving.agents.keeping import BEGINNING, Past
 from jaxshare.serving.agents.requests import (
     ChildNext,
     ChildResult,
@@ -48,13 +50,15 @@ class State:
       fired: number of its firings.
       times: start and end of the firing that led to it, in seconds since the runtime's start.
       frame: a copy of the agent's variables and position in its code, if the state may be fired
-        again and one can be made.
+        again and one can be made and is worth it; see `jaxshare.serving.agents.keeping`.
       arrived: the outcome of a wait for another agent, once there.
       restored: how the parent was restored for the firing that led here: "original" (its own
-        frame went on), "copy" or "replay"; "" for the first state.
+        frame went on), "copy" or "replay" (by its record); "" for the first state.
       course: the code that waits here, a `jaxshare.serving.agents.courses.Course`, until a firing has taken it.
       context: its context variables, for copies.
       is_uncopied: whether its frame cannot be copied.
+      recall: makes the variables again, of a state that is kept by its record.
+      past: what the path to it has copied and awaited.
       is_followed: whether the agent's own code has not gone on in the firing that led here.
       given: the value or the error that the firing gave to the agent, and its own dialogue then,
         for replays.
@@ -63,6 +67,8 @@ class State:
       recorded: what the firing has read of clocks and random numbers, for replays.
       children: the children as the path to it sees them, and `positions` its place with each.
       stands_for: the state at whose wait the agent is, if a supervisor has made this one of it.
+      end_error: the error that its code raised when it was ended here, which changes nothing else.
+      branch: of its path; see `jaxshare.serving.agents.places`.
     """
 
     agent: str
@@ -85,6 +91,8 @@ class State:
     course: Any = dataclasses.field(default=None, repr=False)
     context: contextvars.Context | None = dataclasses.field(default=None, repr=False)
     is_uncopied: bool = False
+    recall: Callable[[], Mapping[str, Any]] | None = dataclasses.field(default=None, repr=False)
+    past: Past = BEGINNING
     is_followed: bool = False
     given: tuple[Any, BaseException | None, tuple[Message, ...]] = (None, None, ())
     events: list[Any] = dataclasses.field(default_factory=list, repr=False)
@@ -92,6 +100,12 @@ class State:
     children: Any = dataclasses.field(default=None, repr=False)
     positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     stands_for: "State | None" = dataclasses.field(default=None, repr=False)
+    end_error: BaseException | None = None
+    branch: str = dataclasses.field(default=places.FIRST, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if (above := self.parent) is not None:
+            self.branch = places.branch_after(above.branch, len(above.path), self.path[-1])
 
     @property
     def own_dialogue(self) -> tuple[Message, ...]:
@@ -138,11 +152,15 @@ class State:
         """A read-only view of the agent's variables.
 
         There are none once a state has been fired that is not kept: it cannot be copied, or its
-        supervisor fires it once.
+        supervisor fires it once. Those of a state that is kept by its record are made again, which
+        takes as long as to fire it again; a DivergedError says that they cannot be.
         """
-        held = self.frame
-        if held is None:
-            held = self.course.code.variables if self.course else {}
+        if self.frame is not None:
+            held: Mapping[str, Any] = self.frame
+        elif self.course:
+            held = self.course.code.variables
+        else:
+            held = self.recall() if self.recall else {}
         return types.MappingProxyType(
             {name: value for name, value in held.items() if "." not in name}
         )
@@ -261,6 +279,12 @@ class Inquiry:
         """Its place in the tree of the run, below the state: no firing has such a number."""
         roles = get_args(type(self).__annotations__["role"])
         return *self.about.path, -2 - len(roles) * self.number - roles.index(self.role)
+
+    @property
+    def branch(self) -> str:
+        """The branch of that path."""
+        *above, step = self.path
+        return places.branch_after(self.about.branch, len(above), step)
 
 
 class Supervisor:

@@ -274,14 +274,17 @@ def _model(
         return agent_models.endpoint_model(options)
     name = options.model or getattr(module, "MODEL", "embedded")
     if not isinstance(name, str):
-        return name, f"the {type(name).__name__} of {options.file}"
+        model = f"the {type(name).__name__} of {options.file}"
+        has = "has its own" if isinstance(name, EngineModel) else "has none"
+        agents_options.refuse_engine(options, f"{model} {has}")
+        return name, model
     if name == "scripted":
         if not hasattr(module, "scripted"):
             raise ValueError(
                 f"{options.file} brings no scripted model; give --model embedded, a folder or a "
                 "hub id"
             )
-        agents_options.refuse_engine(options)
+        agents_options.refuse_engine(options, "the scripted model has none")
         model = _call(module, "scripted", options)
         return (
             model,

@@ -22,6 +22,8 @@ def create_scheduler(
     policy: str | Policy,
     logits: LogitsCache | None,
     hotspot: Hotspot,
+    *,
+    resample_always: bool = False,
 ) -> Scheduler:
     """The scheduler of an engine, with memory of its own.
 
@@ -32,14 +34,16 @@ def create_scheduler(
         dispatch, or None; see `Scheduler`.
       policy: the order of eviction, or its name.
       logits, hotspot: the Logits Cache, and the rule for samples that leave it.
+      resample_always: whether the cache is used where it does not pay, too.
     """
     tokens, host_tokens, rows, passes = sizes
     policy = make_policy(policy) if isinstance(policy, str) else policy
     queue = FairQueue(policy.contributions if isinstance(policy, Contribution) else None)
     kept = (logits.num_top_logits or 1) if logits else 1
     # Several processes have to decide alike, and each would measure something else.
-    is_alone = model.mesh is None or not model.mesh.is_multi_process
-    payoff = Payoff((rows, model.config.vocab_size, kept)) if is_alone else None
+    is_several = model.mesh is not None and model.mesh.is_multi_process
+    shape = rows, model.config.vocab_size, kept
+    payoff = None if resample_always or is_several else Payoff(shape)
     return Scheduler(
         model,
         kv=KVManager(

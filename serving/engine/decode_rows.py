@@ -208,6 +208,7 @@ class DecodeRows:
         taken = [row.index for row in rows] + [int(each.rows[-1]) for each in placed]
         is_few = self._is_warm and max(taken, default=0) < self._few
         num_rows = self._few if is_few else self._num_rows
+        self._kv.speeds.dispatching()
         self.state = decode(
             self._model.module,
             self._model.params,

@@ -11,11 +11,15 @@ from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import seed_words
 from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.running_request import RunningRequest
 from jaxshare.serving.engine.speculation import SHAPES, Draft, DraftBatch, verify
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.view import View, ViewBuilder, spans
 from jaxshare.serving.logits_cache.payoff import Payoff
+
+_MEASURED = 3
+"""Passes over drafts that a warm-up measures."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +82,25 @@ def verify_drafts(
         part = slice(start, start + len(tokens))
         top = jax.tree.map(lambda array, i=i, part=part: array[i, part], top_logits)
         results.append(Verified(row, tokens, reason, top))
-    payoff.drafted(begun, sum(len(each.tokens) for each in results), len(drafts))
+    payoff.drafting(begun, sum(len(each.tokens) for each in results))
     return results, undrafted
 
 
 def compile_verification(
-    model: LoadedModel, kv: KVManager, views: Mapping[int, ViewBuilder], num_top_logits: int
+    model: LoadedModel, kv: KVManager, views: Mapping[int, ViewBuilder], output: OutputProcessor
 ) -> None:
-    """Compiles the passes over drafts. Arguments as those of `verify_drafts`."""
+    """Compiles the passes over drafts, and measures what decides if they and the cache pay. Arguments as those of
+    `verify_drafts`; the other ones are those of the output."""
+    payoff, num_top_logits = output.payoff, output.num_top_logits
     for shape in SHAPES:
         view = views[shape[0]].build({})
         _verify(model, kv, view, DraftBatch.empty(*shape), num_top_logits)
+    payoff.keeping_seconds()  # which is measured once
+    view = views[SHAPES[0][0]].build({})
+    for _ in range(_MEASURED):
+        begun = payoff.now()
+        _verify(model, kv, view, DraftBatch.empty(*SHAPES[0]), num_top_logits)
+        payoff.drafting(begun)
 
 
 def _verify(

@@ -66,6 +66,7 @@ class Engine(SessionHost):
         logits_cache: int | LogitsCache = 0,
         kept_logits: int = 256,
         hotspot: Hotspot = USUAL,
+        resample_always: bool = False,
     ):
         """Allocates the accelerator's memory; nothing is computed yet.
 
@@ -87,6 +88,8 @@ class Engine(SessionHost):
             use; or an existing one.
           kept_logits: number of the largest logits to keep, beside the mass of the rest.
           hotspot: the rule for requests with `resample="hotspot"`.
+          resample_always: use the Logits Cache for every request with `resample`, even where that
+            seems to take more time than it spares; then no text of a hotspot depends on times.
 
         Raises:
           ValueError: an unknown policy, a number below 1, memory for less than one token or block,
@@ -103,7 +106,9 @@ class Engine(SessionHost):
         self.model, metrics = model.for_context(model.config.max_positions), Metrics()
         logits = validation.logits_cache_for(self.model, logits_cache, kept_logits)
         sizes = tokens, host, self.rows, passes and self.passes
-        scheduler = create_scheduler(self.model, metrics, sizes, policy, logits, hotspot)
+        scheduler = create_scheduler(
+            self.model, metrics, sizes, policy, logits, hotspot, resample_always=resample_always
+        )
         leases = LeaseTable(scheduler.kv, agreement.device_lock(model.mesh))
         super().__init__(scheduler, leases, metrics)
         self._numbers, self._seeds = itertools.count(), DerivedSeeds(as_integer("seed", seed))

@@ -12,12 +12,14 @@ from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import Request
-from jaxshare.serving.engine.speculation import DraftLookup
+from jaxshare.serving.engine.speculation import SHAPES, DraftLookup
 from jaxshare.serving.engine.stream import TokenChunk
 from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.logits_cache.cache import LogitsCache
+from jaxshare.serving.logits_cache.evidence import Watched
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 from jaxshare.serving.logits_cache.payoff import Payoff
+from jaxshare.serving.logits_cache.trie import state_digest
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -59,20 +61,23 @@ class OutputProcessor:
 
     def look_up(self, request: Request) -> None:
         """Takes the beginning of an output from the Logits Cache."""
-        assert self.logits is not None
-        with self.payoff.hosting():
+        assert self.logits is not None and request.watched is not None and request.resample
+        is_cached = self.logits.has(request.watched.state)
+        with self.payoff.hosting(request.resample if is_cached else "miss"):
             tokens = (
                 self.logits.hotspot(*self._replay_of(request), self.hotspot)
                 if request.resample == "hotspot"
                 else self.logits.replay(*self._replay_of(request))
             )
+        request.watched.found = len(tokens) if is_cached else None
         self.metrics.looked_up(len(tokens))
         self._take_replayed(request, tokens)
 
     def go_on(self, request: Request) -> None:
         """Takes more of an output from the Logits Cache, where other requests have come further."""
         assert self.logits is not None
-        tokens = self.logits.go_on(*self._replay_of(request), request.output)
+        with self.payoff.hosting("follow"):
+            tokens = self.logits.go_on(*self._replay_of(request), request.output)
         self.metrics.followed(len(tokens))
         self._take_replayed(request, tokens)
 
@@ -104,7 +109,7 @@ class OutputProcessor:
         drafts do not pay."""
         if not request.resample or self.logits is None:
             return None
-        if not self.payoff.drafts_pay(host_seconds):
+        if not self.payoff.drafts_pay(host_seconds, SHAPES[-1][1]):
             return None
         output = self.logits.latest_output(request.prompt)
         return DraftLookup(output) if len(output) else None
@@ -116,12 +121,12 @@ class OutputProcessor:
         self.queue.finish(request)
         request.finished = True
         if request.resample and reason is not FinishReason.ERROR:
-            with self.payoff.hosting():
+            with self.payoff.hosting("write"):
                 self.write_logits(request)
             self._replay_ahead(request)
-            sampled = len(request.sampled)
-            kind = self.kind_of(request)
-            self.payoff.ended(kind, request.num_replayed, sampled - request.num_replayed)
+        if request.watched is not None and reason is not FinishReason.ERROR:
+            replayed = request.num_replayed if request.resample else None
+            self.payoff.ended(request.watched, request.sampled, replayed)
         self.publish(request)
         output = request.stream.finish(_final_output(request, reason, error))
         self.policy.finished(request.agent, len(request.output))
@@ -154,9 +159,18 @@ class OutputProcessor:
         request.num_written += len(new)
         request.top_logits.clear()
 
-    def kind_of(self, request: Request) -> tuple[str, float, str | None]:
-        """The requests among which it is counted whether the cache pays."""
-        return request.agent, request.sampler.temperature, request.resample
+    def watch(self, request: Request) -> Watched:
+        """Watches a request that has not been looked up yet, and lets it be where the Logits Cache
+        does not pay for it."""
+        assert self.logits is not None
+        # Those among which it is counted whether the cache pays.
+        kind = request.agent, request.sampler.temperature, request.resample
+        request.state = state_digest(request.prompt)
+        request.watched = self.payoff.watch(kind, request.state)
+        if not self.payoff.pays(request.watched, self.logits.has(request.state)):
+            request.resample = None
+            self.metrics.left_alone()
+        return request.watched
 
     def _replay_ahead(self, request: Request) -> None:
         """Lets the replay of the next request with the same prompt be computed ahead."""

@@ -13,6 +13,7 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Detokenizer, TokenChunk
 from jaxshare.serving.kvcache.policy import SearchPlace, prefix_hash
+from jaxshare.serving.logits_cache.evidence import Watched
 
 _MAX_PROMPTS = 2**16
 
@@ -58,6 +59,7 @@ class Request:
         stop_token: the stop token that ended them.
       num_reused: tokens of the prompt that were cached when the request was first admitted.
       state: the state of a request with `resample`, once it was looked up: a digest of its prompt.
+      watched: what decides whether the cache pays for it, once it was looked up.
       num_written: tokens after the replayed ones whose distributions the cache was given;
         top_logits: the distributions from which those after them were sampled.
       next_seed: the seed of the next request with the same prompt, where seeds are derived.
@@ -87,6 +89,7 @@ class Request:
     stop_token: int | None = None
     num_replayed: int = 0
     state: bytes | None = None
+    watched: Watched | None = None
     num_written: int = 0
     num_reused: int | None = None
     top_logits: list[TopLogits] = dataclasses.field(default_factory=list)

@@ -306,7 +306,9 @@ class Scheduler:
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
         self.metrics.ran("decode", result.passes)
-        self.output.payoff.ran(len(rows), self.kv.speeds.last_pass_seconds)
+        is_crowded = all(self.rows) and len(self.queue) > 0
+        seconds = self.kv.speeds.last_pass_seconds
+        self.output.payoff.ran(len(rows), seconds, result.passes, is_crowded)
         for row in rows:
             length = int(result.lengths[row.block])
             row.extent.length += length - row.length
@@ -440,7 +442,7 @@ class Scheduler:
         self._prefill_passes.run([])
         self._decode_rows.warm_up(requests)
         if self.output.logits:
-            compile_verification(self.model, self.kv, self._draft_views, self.output.num_top_logits)
+            compile_verification(self.model, self.kv, self._draft_views, self.output)
         self.kv.view_changed = True
 
     def free(self) -> None:

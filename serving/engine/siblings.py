@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest
-from jaxshare.serving.logits_cache.trie import state_digest
 
 _FIRST_PASSES = 4
 """Passes of a dispatch for which a request waits that has followed nothing yet."""
@@ -37,13 +36,11 @@ class Siblings:
         """
         self._forget_finished()
         for request in [r for r in self._output.queue if r.resample]:
-            if request.state is None:
-                request.state = state_digest(request.prompt)
-                if not self._output.payoff.pays(self._output.kind_of(request), request.state):
-                    request.resample = None
-                    self._output.metrics.left_alone()
+            if request.watched is None:
+                watched = self._output.watch(request)
+                if request.resample is None:
                     continue
-                family = self._families.setdefault(request.state, [])
+                family = self._families.setdefault(watched.state, [])
                 family.append(request)
                 if len(family) == 2:  # the first one was alone, and has kept what it computed
                     self._write(row.request for row in live if row.request is family[0])
@@ -58,10 +55,15 @@ class Siblings:
 
         It does not wait where that is computed, but was not kept or does not decide its token.
         """
-        if len(self._families.get(request.state or b"", ())) < 2 or not _is_replay(request):
+        is_alone = len(self._families.get(request.state or b"", ())) < 2
+        if is_alone or not _is_replay(request) or not _follows(request):
             return False
         own, state = request.output, request.state
-        others = [row.request.output for row in live if row.request.state == state]
+        others = [
+            row.request.output
+            for row in live
+            if row.request.state == state and row.request.resample
+        ]
         along = [len(output) for output in others if output[: len(own)] == own]
         return max(along, default=-1) == len(own)
 
@@ -78,7 +80,8 @@ class Siblings:
 
     def grew(self, request: Request) -> None:
         """Writes what a request has computed, if another one may follow it."""
-        if len(self._families.get(request.state or b"", ())) > 1:
+        family = self._families.get(request.state or b"", ())
+        if len(family) > 1 and any(map(_follows, family)):
             self._output.write_logits(request)
 
     def clear(self) -> None:
@@ -95,6 +98,11 @@ class Siblings:
             for state, family in self._families.items()
         }
         self._families = {state: family for state, family in unfinished.items() if family}
+
+
+def _follows(request: Request) -> bool:
+    """Returns whether it may wait for what another request computes."""
+    return request.watched is not None and request.watched.follows
 
 
 def _is_replay(request: Request) -> bool:

@@ -114,12 +114,14 @@ class AttentionShape:
       heads, kv_heads: on the device.
       head_dim: D.
       itemsize: bytes of one number in the cache.
+      has_values: values are stored; else they are a part of keys.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     itemsize: int
+    has_values: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +147,7 @@ class DeviceCosts:
         one row is multiplied in tiles of 64 queries, most of them padding, at 72 %; a work item
         ends in 1 us on its unit, and the merge reads the results of one more block in 1 us.
         """
-        token = 2 * shape.kv_heads * shape.head_dim * shape.itemsize
+        token = (1 + shape.has_values) * shape.kv_heads * shape.head_dim * shape.itemsize
         narrow = 1 if shape.itemsize <= 2 else _WIDE
         flops = 4 * shape.head_dim
         read = token / (_COPIES * self.memory)
@@ -273,7 +275,11 @@ def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
     costs, entry = predicted(
         kind,
         AttentionShape(
-            c.num_heads // tensor, c.num_kv_heads // tensor, c.head_dim, cache_dtype(model).itemsize
+            c.num_heads // tensor,
+            c.num_kv_heads // tensor,
+            c.head_dim,
+            cache_dtype(model).itemsize,
+            c.value_dim > 0,
         ),
     )
     source = (

@@ -26,7 +26,8 @@ class FixedSpeeds:
       copy_seconds: per token fetched from host memory; 0 where it is not known.
       pass_seconds: of a pass of the decode loop; 0 where it is not known.
       host_seconds: for which the device waits between two dispatches; 0 where it is not known.
-      last_pass_seconds: of a pass of the last dispatch; 0 where it is not measured.
+      last_pass_seconds: of a pass of the last dispatch, with its part of the dispatch itself; 0
+        where it is not measured.
     """
 
     last_pass_seconds = 0.0
@@ -80,6 +81,9 @@ class FixedSpeeds:
         """
         return round(rows * self.host_seconds / self.pass_seconds) if self.pass_seconds else 0
 
+    def dispatching(self) -> None:
+        """Tells that passes of the decode loop are about to be dispatched."""
+
     def dispatched(self) -> None:
         """Tells that passes of the decode loop were dispatched."""
 
@@ -100,7 +104,7 @@ class MeasuredSpeeds(FixedSpeeds):
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         super().__init__()
         self._clock, self._feed, self._copy, self._pass, self._host = clock, 0.0, 0.0, 0.0, 0.0
-        self._dispatched = 0.0
+        self._dispatching = self._dispatched = 0.0
         self._fetched: float | None = None  # unless interrupted since
 
     @property
@@ -121,6 +125,9 @@ class MeasuredSpeeds(FixedSpeeds):
         yield
         self._copy = _ema(self._copy, (self._clock() - start) / tokens)
 
+    def dispatching(self) -> None:
+        self._dispatching = self._clock()
+
     def dispatched(self) -> None:
         self._dispatched = self._clock()
         if self._fetched is not None:
@@ -131,7 +138,9 @@ class MeasuredSpeeds(FixedSpeeds):
     def fetched(self, passes: int) -> None:
         self._fetched = self._clock()
         if passes:
-            seconds = self.last_pass_seconds = (self._fetched - self._dispatched) / passes
+            # From before the dispatch, which a CPU may end only after the passes.
+            self.last_pass_seconds = (self._fetched - self._dispatching) / passes
+            seconds = (self._fetched - self._dispatched) / passes
             # No minimum as below: a pass takes longer where more rows take part.
             self._pass = seconds if not self._pass else 0.7 * self._pass + 0.3 * seconds
 

@@ -74,17 +74,14 @@ class LogitsCache:
     def statistics(self) -> Statistics:
         """The counts so far."""
         with self._lock:
+            counts = self._hits, self._misses, self._replayed, self._followed, self._used_ahead
             return Statistics(
-                self._hits,
-                self._misses,
-                self._replayed,
-                self._followed,
-                self._used_ahead,
-                self._evicted,
-                len(self._states),
-                len(self._runs),
-                self._bytes,
+                *counts, self._evicted, len(self._states), len(self._runs), self._bytes
             )
+
+    def has(self, digest: Hashable) -> bool:
+        """Returns whether a state is cached; the digest is that of `trie.state_digest`."""
+        return digest in self._states
 
     def check(self, model_key: str) -> None:
         """Raises ValueError if the distributions are of another model."""

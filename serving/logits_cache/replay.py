@@ -10,16 +10,13 @@ float64 where sums are taken.
 """
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxshare.decoding.sampling import uniforms
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.top_logits import TopLogits
-from jaxshare.layout import bucket
 from jaxshare.seeds import seed_words
 from jaxshare.serving.logits_cache.sampler_view import GUARD, TINY, SamplerView
 
@@ -28,6 +25,7 @@ _BLOCK = 128
 """Distributions processed together, so that temporaries stay in a core's cache."""
 FIELDS = tuple(field.name for field in dataclasses.fields(TopLogits) if field.name != "vocab")
 """The arrays of `TopLogits`."""
+_ROTATIONS = [[np.uint32(n) for n in each] for each in ((13, 15, 26, 6), (17, 29, 16, 24))]
 
 
 def redraw(top_logits: TopLogits, sampler: Sampler, seed: int, position: int) -> np.ndarray:
@@ -42,27 +40,34 @@ def redraw(top_logits: TopLogits, sampler: Sampler, seed: int, position: int) ->
 
 
 def uniform_run(seed: int, position: int, count: int) -> np.ndarray:
-    """float32[count]: the random numbers of a row with this seed from `position` on."""
-    arguments = seed_words([seed])[0], np.int32(position)
-    if jax.default_backend() != "cpu":
-        arguments = jax.device_put(arguments, _host())
-    return np.asarray(_uniform_run(*arguments, bucket(count)))[:count]
+    """float32[count]: the random numbers of a row with this seed from `position` on.
+
+    Those of `jaxshare.decoding.sampling.uniforms`, by numpy: a program would be compiled for each
+    count, and wait for an accelerator.
+    """
+    key = seed_words([seed]).T
+    positions = np.arange(position, position + count, dtype=np.int64).astype(np.uint32)
+    none = np.zeros(count, np.uint32)
+    high, low = _threefry(_threefry(key, none, positions), none, none)
+    bits = high ^ low if jax.config.jax_threefry_partitionable else high
+    return ((bits >> np.uint32(9)) | np.uint32(0x3F800000)).view(np.float32) - np.float32(1)
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _uniform_run(seed: jax.Array, position: jax.Array, count: int) -> jax.Array:
-    return uniforms(
-        jnp.broadcast_to(seed, (count, 2)), position + jnp.arange(count, dtype=jnp.int32)
-    )
-
-
-@functools.cache
-def _host():
-    """The CPU, so that a replay never waits for an accelerator; the numbers are the same."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves it out
-        return None
+def _threefry(
+    key: Sequence[np.ndarray] | np.ndarray, high: np.ndarray, low: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks (high, low) of Threefry-2x32 with 20 rounds (Salmon et al. 2011), under uint32
+    keys that fit them."""
+    schedule = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+    high, low = high + schedule[0], low + schedule[1]
+    for group in range(5):
+        for rotation in _ROTATIONS[group % 2]:
+            high += low
+            low = (low << rotation) | (low >> (np.uint32(32) - rotation))
+            low ^= high
+        high += schedule[(group + 1) % 3]
+        low += schedule[(group + 2) % 3] + np.uint32(group + 1)
+    return high, low
 
 
 def decide(top_logits: TopLogits, sampler: Sampler, uniform: np.ndarray) -> np.ndarray:

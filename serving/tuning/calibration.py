@@ -119,7 +119,8 @@ def _attention(model: LoadedModel, rows: int, prefix: int, shared: bool) -> Call
     cache = KVCache.create(config, blocks, dtype)
     key = jax.random.key(0)
     keys, values = (
-        jax.random.normal(k, cache.keys[0].shape).astype(dtype) for k in jax.random.split(key)
+        jax.random.normal(k, arena.shape).astype(dtype)
+        for k, arena in zip(jax.random.split(key), (cache.keys[0], cache.values[0]), strict=True)
     )
     cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32))
     layout = Layout.from_blocks(

@@ -85,6 +85,15 @@ class KernelShape:
         return 1
 
     @property
+    def value_dim(self) -> int:
+        """The size of a value, that of a key."""
+        return self.head_dim
+
+    @property
+    def layer_ropes(self) -> tuple[Rope, ...]:
+        return ()
+
+    @property
     def rope(self) -> Rope:
         """A rotation; its frequencies do not affect times."""
         return Rope.default(self.head_dim, 10_000.0)

@@ -318,15 +318,10 @@ class SavedSession:
         }
         tokens, size = self._saved.metadata["tokens"], self._saved.metadata["trace_bytes"]
         if tokens is not None:
-            arena = fresh.cache.keys[0]
-            shape = (
-                arena.shape[0] // model.kv_repeats,
-                cache_io.padded_length(tokens),
-                arena.shape[2],
-            )
-            like |= dict.fromkeys(
-                _arenas(fresh.cache), cache_io.abstract_like(shape, arena.dtype, fresh.cache.mesh)
-            )
+            length = cache_io.padded_length(tokens)
+            for name, arena in _arenas(fresh.cache).items():
+                shape = arena.shape[0] // model.kv_repeats, length, arena.shape[2]
+                like[name] = cache_io.abstract_like(shape, arena.dtype, fresh.cache.mesh)
         if size is not None:
             like[_TRACE] = np.zeros(size, np.uint8)
         return self._saved.arrays(like)

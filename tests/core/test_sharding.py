@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxshare import DecodeState, KVCache, Layout, Sampler, decode, sharding
+from jaxshare import DecodeState, KVCache, Layout, Rope, Sampler, decode, sharding
 from jaxshare.data_parallel import decode_groups, stack, unstack
 from jaxshare.models import EMBEDDED, load
 from jaxshare.models.generation_config import Generation
@@ -221,6 +221,27 @@ def test_passes_on_a_mesh_are_those_of_one_device(heads, shape, layers):
     found = run(headed(heads, layers).on(mesh_of(shape)))
     assert found["tokens"] == expected["tokens"]
     assert len(expected["tokens"][0]) == 24 and len(set(expected["tokens"][1])) > 5
+    for what in ("prefill", "logprobs", "after"):
+        np.testing.assert_allclose(found[what], expected[what], atol=2e-5, rtol=1e-5, err_msg=what)
+
+
+@pytest.mark.parametrize("shape", mostly_slow([(1, 2, 2), (1, 1, 4), (1, 4, 1)]))
+def test_layers_of_several_forms_on_a_mesh(shape):
+    """A window and no rotation in one layer, all tokens and a rotation in the other; sinks count
+    once, whichever device keeps which tokens."""
+    config = dataclasses.replace(
+        SPLITS,
+        windows=(40, 0),
+        layer_ropes=(Rope.none(), SPLITS.rope),
+        attention_sinks=True,
+        attention_softcap=2.0,
+        norm_placement="both",
+        norm_adds_one=True,
+        logit_softcap=4.0,
+    )
+    model = model_of(config)
+    expected, found = run(model), run(model.on(mesh_of(shape)))
+    assert found["tokens"] == expected["tokens"] and len(set(expected["tokens"][1])) > 5
     for what in ("prefill", "logprobs", "after"):
         np.testing.assert_allclose(found[what], expected[what], atol=2e-5, rtol=1e-5, err_msg=what)
 

@@ -345,8 +345,8 @@ def test_a_missing_field_is_named(name, absent):
     [
         # architectures
         (
-            LLAMA_2 | dict(architectures=["MistralForCausalLM"]),
-            "architectures.*MistralForCausalLM.*LlamaForCausalLM, Qwen2ForCausalLM, Qwen3",
+            LLAMA_2 | dict(architectures=["GPT2LMHeadModel"]),
+            "architectures.*GPT2LMHeadModel.*LlamaForCausalLM",
         ),
         (LLAMA_2 | dict(architectures=[]), "architectures"),
         (LLAMA_2 | dict(architectures=["LlamaModel"]), "architectures"),

@@ -18,18 +18,16 @@ from tests.helpers import TINY, tiny_params
 @pytest.mark.slow
 def test_stepwise_answers_are_the_baselines_and_come_out_of_the_cache_in_part():
     model = LoadedModel(TINY, tiny_params(), None, Generation())
-    group = bench.run_group(
-        model,
-        [[1, 2, 3], [4, 5]],
-        puzzles=(0, 1),
-        sampler=Sampler(temperature=0.5),
-        tokens=12,
-        turns=2,
-        kept=8,
-        kv_bytes=2**22,
-        rows=2,
-        seed=0,
-    )
+    with bench.engines_of(model, kept=8, kv_bytes=2**22, rows=2, always=True) as engines:
+        group = bench.run_group(
+            engines,
+            [[1, 2, 3], [4, 5]],
+            puzzles=(0, 1),
+            sampler=Sampler(temperature=0.5),
+            tokens=12,
+            turns=2,
+            seed=0,
+        )
     assert len(group.requests) == 4 and all(
         r.tokens["stepwise"] == r.tokens["baseline"] for r in group.requests
     )
@@ -128,6 +126,7 @@ def test_searches_are_the_same_with_the_cache_and_have_hits(supervisor):
         tokens=12,
         kept=8,
         seed=0,
+        always=True,
     )
     assert point["different_from_baseline"] == 0
     assert point["hit_ratio"]["baseline"] == 0 < point["hit_ratio"]["stepwise"] < 1

@@ -28,15 +28,17 @@ _Q, _KEYS, _VALUES, _BLOCKS, _SEEN, _OFFSETS, _COS, _SIN = range(8)
 def cpu_attention(
     q: Float[Array, "R T H D"],
     keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens D"],
+    values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
 ) -> Float[Array, "R T H D"]:
     """Attention of queries that are not rotated; see `jaxshare.attention.block_attention`.
 
     Raises:
-      NotImplementedError: a dtype that there is no kernel for.
+      NotImplementedError: a dtype that there is no kernel for, or values that are a part of keys.
     """
+    if not values.shape[2]:
+        raise NotImplementedError("values are a part of keys")
     query, cache = served_dtypes(q.dtype, keys.dtype)
     shape = Shape(q.shape[3], plan.query_cos.shape[-1], query, cache, scale)
     axis = plan.token_sharding.axis

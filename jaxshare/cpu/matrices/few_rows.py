@@ -1,5 +1,7 @@
 """Products of a few rows, each of which goes over a matrix with the vector unit."""
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from jaxshare.cpu.ir import BF16, BYTES, FORMATS, I64, PTR, Code, Val
@@ -7,17 +9,17 @@ from jaxshare.cpu.mathematics import quarter_sums
 from jaxshare.cpu.matrices.work import WORK, for_matrix_of, write_work
 from jaxshare.cpu.runtime import Call, begin_task
 
-_OUTPUTS = 4
+OUTPUTS = 4
 """Outputs that are computed at once."""
-_PIECE_BYTES = 2**16
+PIECE_BYTES = 2**16
 """Bytes of a matrix that one piece of work reads."""
 
 
 def write_few_rows(count: int, dtype: str, result: str, call: Call) -> None:
     """Writes a call with so many matrices of a dtype, and results of another."""
     code, kind = call.code, FORMATS[dtype]
-    piece = code.max(code.constant(_PIECE_BYTES // BYTES[kind] // _OUTPUTS) // call.size(0, 1), 1)
-    work, pieces = write_work(call, count, piece * _OUTPUTS)
+    piece = code.max(code.constant(PIECE_BYTES // BYTES[kind] // OUTPUTS) // call.size(0, 1), 1)
+    work, pieces = write_work(call, count, piece * OUTPUTS)
     call.parallel(_write_piece(call, count, kind, FORMATS[result]), work, pieces)
 
 
@@ -39,12 +41,11 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
     """outputs(x, rows, width, kernel, count, y, stride): y [rows, count] = x @ kernel.T."""
     code = Code(call.module, call.machine, "outputs", [PTR, I64, I64, PTR, I64, PTR, I64])
     x, rows, width, kernel, count, y, stride = code.args
-    whole = count // _OUTPUTS * _OUTPUTS
-    most = 4 if code.machine.registers >= 32 else 2
+    whole = count // OUTPUTS * OUTPUTS
 
     def for_all_rows(output: Val, outputs: int) -> None:
         def block(row: Val, taken: int) -> None:
-            sums = _dots(
+            sums = dots(
                 code,
                 kind,
                 [kernel + (output + o) * width * BYTES[kind] for o in range(outputs)],
@@ -55,26 +56,32 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
                 place = y + ((row + r) * stride + output) * BYTES[result]
                 code.store(code.narrowed(quarter_sums(per_output), result), place)
 
-        many = rows // most * most
-        with code.loop(0, many, most) as row:
-            block(row, most)
-        left = most // 2
-        done = many
-        while left:
-            with code.where((rows & left).differs(0)):
-                block(done, left)
-            done = done + (rows & left)
-            left //= 2
+        for_row_blocks(code, rows, block)
 
-    with code.loop(0, whole, _OUTPUTS) as output:
-        for_all_rows(output, _OUTPUTS)
+    with code.loop(0, whole, OUTPUTS) as output:
+        for_all_rows(output, OUTPUTS)
     with code.loop(whole, count) as output:
         for_all_rows(output, 1)
     code.give()
     return code
 
 
-def _dots(
+def for_row_blocks(code: Code, rows: Val, block: Callable[[Val, int], None]) -> None:
+    """Writes block(row, taken) for all rows, as many at once as registers hold sums for."""
+    most = 4 if code.machine.registers >= 32 else 2
+    many = rows // most * most
+    with code.loop(0, many, most) as row:
+        block(row, most)
+    left = most // 2
+    done = many
+    while left:
+        with code.where((rows & left).differs(0)):
+            block(done, left)
+        done = done + (rows & left)
+        left //= 2
+
+
+def dots(
     code: Code, kind: ir.Type, kernels: list[Val], rows: list[Val], width: Val
 ) -> list[list[Val]]:
     """The products of each row with each line of a matrix: vectors that are still to be summed."""

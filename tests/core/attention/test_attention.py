@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxshare import Layout, Rope, block_attention, cpu, make_plan
 from jaxshare.attention import api, xla
 from jaxshare.attention.api import BACKENDS
-from tests.helpers import Shelf, cache_with, mostly_slow, pad_rows, rotated
+from tests.helpers import PLAIN, Scoring, Shelf, cache_with, mostly_slow, pad_rows, rotated
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}
 """Absolute, for values of unit variance. bfloat16 rounds keys, queries and weights to 2**-9, and
@@ -46,6 +46,7 @@ class Shape:
     dtype: type = jnp.float32
     factor: float = 1.0
     groups: tuple[int, ...] = ()
+    scoring: Scoring = PLAIN
 
     @property
     def rope(self) -> Rope:
@@ -113,12 +114,19 @@ class Case:
     align: int = 1
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "scale"))
-def attended(cache, layout, count, q, k, v, implementation, scale=None):
-    plan = make_plan(cache, layout, count, q.shape[1])
+@functools.partial(jax.jit, static_argnames=("implementation", "scale", "scoring"))
+def attended(cache, layout, count, q, k, v, implementation, scale=None, scoring=PLAIN):
+    plan = make_plan(cache, layout, count, q.shape[1], window=scoring.window)
     cache = cache.append(0, k, v, plan)
     out = block_attention(
-        q, cache.keys[0], cache.values[0], plan, implementation=implementation, scale=scale
+        q,
+        cache.keys[0],
+        cache.values[0],
+        plan,
+        implementation=implementation,
+        scale=scale,
+        softcap=scoring.softcap,
+        sinks=jnp.asarray(scoring.sinks) if scoring.sinks else None,
     )
     return out, plan.faults
 
@@ -156,7 +164,8 @@ def place(shape: Shape, case: Case):
     )
     shelf = Shelf([list(zip(k_, v_, strict=True)) for k_, v_ in zip(keys, values, strict=True)])
     shelf.append(case.rows, case.count, k, v)
-    expected = shelf.attend(case.rows, case.count, q, shape.rope, shape.dim**-0.5)
+    scale = shape.dim**-0.5
+    expected = shelf.attend(case.rows, case.count, q, shape.rope, scale, shape.scoring)
     count = jnp.asarray(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
     layout = dataclasses.replace(pad_rows(case.rows, shape.rows, shape.listed), groups=shape.groups)
     return (cache, layout, count, *(jnp.asarray(x, shape.dtype) for x in (q, k, v))), expected
@@ -169,7 +178,7 @@ def check(shape: Shape, case: Case, implementations=ALL) -> None:
 def compare(shape: Shape, arguments, expected, implementations=ALL) -> None:
     real = ~np.isnan(expected[..., 0])
     for implementation in implementations:
-        out, faults = attended(*arguments, implementation=implementation)
+        out, faults = attended(*arguments, implementation=implementation, scoring=shape.scoring)
         assert out.shape == expected.shape and int(faults) == 0
         out = np.asarray(out, np.float64)
         assert np.isfinite(out).all()

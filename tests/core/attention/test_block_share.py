@@ -10,17 +10,18 @@ import pytest
 
 from jaxshare import KVCache, Layout, Rope, make_plan
 from jaxshare.attention.block_share import block_attention_share
+from jaxshare.models.layers import Decoder
 from tests.helpers import (
-    MODEL,
+    CAPACITIES,
+    LATENT,
     TINY,
     VOCAB,
     DenseModel,
     Shelf,
     cache_with,
+    init,
     mostly_slow,
     pad_rows,
-    tiny_cache,
-    tiny_params,
 )
 
 ROPE = dataclasses.replace(Rope.default(12, 10_000.0), attention_factor=1.2)
@@ -154,11 +155,13 @@ class Watched(Shelf):
 
 
 @pytest.mark.slow
-def test_a_model_gives_the_masses_of_all_layers():
+@pytest.mark.parametrize("config", [TINY, LATENT], ids=["keys", "latents"])
+def test_a_model_gives_the_masses_of_all_layers(config):
+    params = init(config)
     rng = np.random.default_rng(3)
     rows, count = [[0, 2, 1], [0, 1, 2]], [2, 1]
     history, *fed = (rng.integers(0, VOCAB, n).tolist() for n in (20, *count))
-    dense = DenseModel(TINY, tiny_params(), 3)
+    dense = DenseModel(config, params, 3)
     dense.shelves = [Watched([[], [], []]) for _ in dense.shelves]
     dense.forward([history], [[0]])
     dense.forward(fed, rows)
@@ -166,24 +169,26 @@ def test_a_model_gives_the_masses_of_all_layers():
     def padded(tokens: list[list[int]]) -> jax.Array:
         return jnp.asarray([pad(row, 20, 0) for row in pad(tokens, 4, [])])
 
-    run = jax.jit(MODEL.apply, static_argnames="method")
+    run = jax.jit(Decoder(config).apply, static_argnames="method")
     _, cache = run(
-        tiny_params(),
+        params,
         padded([history]),
         jnp.asarray([20, 0, 0, 0]),
-        tiny_cache(),
+        KVCache.create(config, CAPACITIES, jnp.float32),
         pad_rows([[0]], 4, 4),
     )
     lengths = np.asarray(cache.lengths).tolist()
     shares = run(
-        tiny_params(),
+        params,
         padded(fed),
         jnp.asarray(pad(count, 4, 0)),
         cache,
         pad_rows(rows, 4, 4),
         method="attention_share",
     )
-    assert shares.shape == (TINY.num_layers, 4, 4) and np.asarray(cache.lengths).tolist() == lengths
+    assert (
+        shares.shape == (config.num_layers, 4, 4) and np.asarray(cache.lengths).tolist() == lengths
+    )
     for layer, shelf in enumerate(dense.shelves):
         for r, row in enumerate(rows):
             expected = shelf.shares[r, count[r] - 1].mean(axis=0)

@@ -33,11 +33,15 @@ class Shape:
     alignment: int = 1
 
     num_layers = 1
-    head_dim = 8
+    head_dim = value_dim = 8
 
     @property
     def num_kv_heads(self) -> int:
         return self.kv_heads
+
+    @property
+    def layer_ropes(self) -> tuple[Rope, ...]:
+        return ()
 
     @property
     def rope(self) -> Rope:

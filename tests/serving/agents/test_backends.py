@@ -193,7 +193,7 @@ def test_calls_run_together_and_carry_who_asks(loaded):
 
 
 def test_agents_that_come_back_are_answered_from_the_logits_cache(loaded):
-    model = made(loaded, resample="stepwise")
+    model = made(loaded, resample="stepwise", resample_always=True)
     fresh = [answers(made(loaded), call(seed=seed, temperature=0.5))[0] for seed in range(4)]
     assert [answers(model, call(seed=seed, temperature=0.5))[0] for seed in range(4)] == fresh
     assert model.engine.logits_cache.statistics.replayed > 0

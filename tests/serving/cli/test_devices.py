@@ -164,7 +164,7 @@ def calls(engine):
 
 @functools.cache
 def engine_alone():
-    with Engine(model_on(), max_rows=2, logits_cache=10**7) as engine:
+    with Engine(model_on(), max_rows=2, logits_cache=10**7, resample_always=True) as engine:
         return calls(engine)
 
 
@@ -175,7 +175,12 @@ def test_an_engine_answers_on_a_mesh_what_it_answers_on_one_device(shape):
     model = model_on(shape)
     size = token_bytes(model)
     with Engine(
-        model, max_rows=3, kv_bytes=512 * size, host_kv_bytes=256 * size, logits_cache=10**7
+        model,
+        max_rows=3,
+        kv_bytes=512 * size,
+        host_kv_bytes=256 * size,
+        logits_cache=10**7,
+        resample_always=True,
     ) as engine:
         assert calls(engine) == engine_alone()
         session = Workers(

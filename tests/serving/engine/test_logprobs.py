@@ -174,7 +174,8 @@ def test_chunks_that_do_not_come_in_time():
 
 
 def test_beside_a_logits_cache_as_many_as_it_keeps():
-    with Engine(MODEL, max_rows=ROWS, logits_cache=10**5, kept_logits=8) as engine:
+    sizes = dict(max_rows=ROWS, logits_cache=10**5, kept_logits=8)
+    with Engine(MODEL, resample_always=True, **sizes) as engine:
         first, again = (
             engine.submit(PROMPT, WARM, seed=3, max_new_tokens=9, resample="stepwise").wait()
             for _ in range(2)

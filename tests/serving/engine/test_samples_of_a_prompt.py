@@ -120,7 +120,8 @@ def test_samplers_that_differ_in_the_seed_alone_write_different_texts(engine):
 
 
 def test_the_logits_cache_draws_with_the_seed_of_the_sampler():
-    with Engine(MODEL, max_rows=ROWS, passes=7, logits_cache=10**6) as engine:
+    settings = dict(passes=7, logits_cache=10**6, resample_always=True)
+    with Engine(MODEL, max_rows=ROWS, **settings) as engine:
         expected = [alone(engine, seed) for seed in (1, 2)]
         for _ in range(2):
             streams = [

@@ -50,6 +50,17 @@ def test_a_pass_is_an_average_and_the_host_the_least_of_late():
     assert speeds.measured[3] == pytest.approx(0.9 * 0.002 + 0.1 * 0.004)  # at most twice
 
 
+def test_the_last_pass_has_its_part_of_a_dispatch_that_ends_after_it():
+    clock = Clock()
+    speeds = MeasuredSpeeds(clock)
+    assert speeds.last_pass_seconds == FixedSpeeds().last_pass_seconds == 0
+    for passes, seconds in ((10, 1.0), (0, 5.0), (4, 1.0)):
+        speeds.dispatching()
+        clock.now += seconds  # a CPU may run all passes meanwhile
+        dispatch(speeds, clock, passes, 0.2)
+        assert speeds.last_pass_seconds == pytest.approx(1.2 / (passes or 10))
+
+
 def test_prefill_and_copies_between_two_dispatches_are_not_the_host_s_time():
     clock = Clock()
     speeds = MeasuredSpeeds(clock)

@@ -200,6 +200,7 @@ def test_costs_scale_with_the_shape_as_bytes_and_products_do():
     assert costs(heads=64).shared_token_row == pytest.approx(2 * base.shared_token_row)
     assert costs(head_dim=64).shared_token_row == pytest.approx(base.shared_token_row / 2)
     assert costs(itemsize=4).shared_tile == pytest.approx(2 * base.shared_tile)
+    assert costs(has_values=False).shared_tile == pytest.approx(base.shared_tile / 2)
     assert costs(itemsize=4).shared_token_row > 4 * base.shared_token_row, (
         "the matrix units do not multiply float32"
     )

@@ -40,11 +40,16 @@ class Heads:
     head_dim: int = 128
     num_layers: int = 1
     rotated: bool = True
+    layer_ropes: tuple[Rope, ...] = ()
 
     @property
     def num_heads(self) -> int:
         """H."""
         return self.num_kv_heads * self.group
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
 
     @property
     def rope(self) -> Rope:

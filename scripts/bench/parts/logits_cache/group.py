@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxshare import Sampler
@@ -47,8 +47,7 @@ class Group:
 
     Attributes:
       requests: all turns of all prompts.
-      positions, bytes: distributions that the stepwise side had kept after the first answers, and
-        their size.
+      positions, bytes: distributions of the first answers, and their size where all are kept.
       distances: for each prompt, how far hotspot sampling along its first answer is from fresh
         sampling: in the mean over positions, and of whole answers (total variation).
       seconds: of each turn, by side.
@@ -61,51 +60,71 @@ class Group:
     seconds: Mapping[str, list[float]]
 
 
+KEEPER = "keeper"
+"""The engine that keeps every distribution, of which bytes and distances are told."""
+
+
+@contextlib.contextmanager
+def engines_of(
+    model: LoadedModel, *, kept: int, kv_bytes: int, rows: int, always: bool = False
+) -> Iterator[dict[str, Engine]]:
+    """The engines of all sides, the same but that the baseline has no Logits Cache, and the keeper.
+
+    Args:
+      model, kept, kv_bytes, rows: of the engines.
+      always: whether the sides use the Logits Cache where it does not pay, too.
+    """
+    sizes: dict[str, Any] = {"kv_bytes": kv_bytes, "max_rows": rows}
+    cache: dict[str, Any] = {"logits_cache": CACHE_BYTES, "kept_logits": kept}
+    with contextlib.ExitStack() as stack:
+        made = {BASELINE: Engine(model, **sizes)}
+        for side in (STEPWISE, HOTSPOT, KEEPER):
+            made[side] = Engine(model, resample_always=always or side == KEEPER, **sizes, **cache)
+        for engine in made.values():
+            stack.enter_context(engine).warm_up()
+        yield made
+
+
 def run_group(
-    model: LoadedModel,
+    engines: Mapping[str, Engine],
     prompts: Sequence[Sequence[int]],
     *,
     puzzles: Sequence[int],
     sampler: Sampler,
     tokens: int,
     turns: int,
-    kept: int,
-    kv_bytes: int,
-    rows: int,
     seed: int,
 ) -> Group:
     """Answers prompts once on each side, and then `turns` more times with the sides in turn.
 
-    At most `rows` prompts run side by side.
+    They run side by side, as far as the engines have rows.
     """
-    with contextlib.ExitStack() as stack:
-        engines = {
-            side: stack.enter_context(_engine(model, side, kept, kv_bytes, rows)) for side in SIDES
-        }
 
-        def answer(side: str, turn: int, new_tokens: int) -> list[Completion]:
-            seeds = [stream_seed(seed, puzzle, turn) for puzzle in puzzles]  # alike on every side
-            return _answer(engines[side], side, prompts, sampler, new_tokens, seeds)
+    def answer(side: str, turn: int, new_tokens: int) -> list[Completion]:
+        seeds = [stream_seed(seed, puzzle, turn) for puzzle in puzzles]  # alike on every side
+        way = {BASELINE: None, KEEPER: STEPWISE}.get(side, side)
+        return _answer(engines[side], way, prompts, sampler, new_tokens, seeds)
 
-        answer(BASELINE, 0, 1)  # one token: it needs the prompt in its cache, but no first answer
-        first = answer(STEPWISE, 0, tokens)
-        answer(HOTSPOT, 0, tokens)
-        logits = engines[STEPWISE].logits_cache
-        assert logits is not None
-        positions, size = sum(len(done.tokens) for done in first), logits.bytes
-        distances = (
-            [logits.distance(prompt, sampler, tokens) for prompt in prompts]
-            if sampler.temperature
-            else []
-        )
-        outputs: dict[str, list[list[Completion]]] = {side: [] for side in SIDES}
+    logits = engines[KEEPER].logits_cache
+    assert logits is not None
+    before = logits.bytes
+    for side in SIDES:
+        answer(side, 0, tokens)
+    positions = sum(len(done.tokens) for done in answer(KEEPER, 0, tokens))
+    size = logits.bytes - before
+    distances = (
+        [logits.distance(prompt, sampler, tokens) for prompt in prompts]
+        if sampler.temperature
+        else []
+    )
+    outputs: dict[str, list[list[Completion]]] = {side: [] for side in SIDES}
 
-        def once(side: str) -> float:
-            start = time.perf_counter()
-            outputs[side].append(answer(side, 1 + len(outputs[side]), tokens))
-            return time.perf_counter() - start
+    def once(side: str) -> float:
+        start = time.perf_counter()
+        outputs[side].append(answer(side, 1 + len(outputs[side]), tokens))
+        return time.perf_counter() - start
 
-        seconds = alternate({side: lambda side=side: once(side) for side in SIDES}, turns)
+    seconds = alternate({side: lambda side=side: once(side) for side in SIDES}, turns)
     return Group(
         _requests(outputs, puzzles, turns),
         positions,
@@ -115,17 +134,9 @@ def run_group(
     )
 
 
-def _engine(model: LoadedModel, side: str, kept: int, kv_bytes: int, rows: int) -> Engine:
-    """The engine of a side: the same for all, but that the baseline has no Logits Cache."""
-    cache: dict[str, Any] = (
-        {} if side == BASELINE else {"logits_cache": CACHE_BYTES, "kept_logits": kept}
-    )
-    return Engine(model, kv_bytes=kv_bytes, max_rows=rows, **cache)
-
-
 def _answer(
     engine: Engine,
-    side: str,
+    way: str | None,
     prompts: Sequence[Sequence[int]],
     sampler: Sampler,
     new_tokens: int,
@@ -138,7 +149,7 @@ def _answer(
             sampler,
             max_new_tokens=new_tokens,
             seed=seed,
-            resample=None if side == BASELINE else side,
+            resample=way,
         )
         for seed, prompt in zip(seeds, prompts, strict=True)
     ]

@@ -59,7 +59,7 @@ class Scale:
 FULL = {"embedded": Scale(100, 1, 64, 20), "random": Scale(100, 20, 256, 4)}
 
 
-QUICK = {"embedded": Scale(8, 8, 64, 4), "random": Scale(4, 4, 256, 2)}
+QUICK = {"embedded": Scale(32, 8, 64, 4), "random": Scale(4, 4, 256, 2)}
 
 
 def read_puzzles(file: Path | None, count: int, seed: int) -> list[str]:
@@ -158,7 +158,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         help="prompts under each supervisor (default 20 and 4; quick 4 and 2)",
     )
     parser.add_argument(
-        "--puzzles", type=int, metavar="N", help="of each model (default 100; quick 8 and 4)"
+        "--puzzles", type=int, metavar="N", help="of each model (default 100; quick 32 and 4)"
     )
     parser.add_argument(
         "--rows",

@@ -82,8 +82,13 @@ def search_point(
     tokens: int,
     kept: int,
     seed: int,
+    always: bool = False,
 ) -> dict[str, Any]:
     """Searches for an answer to each prompt, on one side after the other; the first one is not timed.
+
+    Args:
+      model, prompts, supervisor, temperature, tokens, kept, seed: of the searches.
+      always: whether the Logits Cache is used where it does not pay, too.
 
     Returns:
       The supervisor, the temperature, the speed-up of each side in the mean over prompts and its
@@ -96,7 +101,7 @@ def search_point(
     with contextlib.ExitStack() as stack:
         models = {
             side: TokenModel(
-                stack.enter_context(_engine(model, side, kept, kv_bytes, rows)),
+                stack.enter_context(_engine(model, side, kept, always, kv_bytes, rows)),
                 side,
                 sampler,
                 tokens,
@@ -149,9 +154,15 @@ async def _search(
     return {state.path: state.dialogue[-1].content for state in done.states if state.dialogue}
 
 
-def _engine(model: LoadedModel, side: str, kept: int, kv_bytes: int, rows: int) -> Engine:
+def _engine(
+    model: LoadedModel, side: str, kept: int, always: bool, kv_bytes: int, rows: int
+) -> Engine:
     """The engine of a side: the same for all, but that the baseline has no Logits Cache."""
-    cache: dict[str, Any] = (
-        {} if side == BASELINE else {"logits_cache": CACHE_BYTES, "kept_logits": kept}
-    )
+    cache: dict[str, Any] = {
+        "logits_cache": CACHE_BYTES,
+        "kept_logits": kept,
+        "resample_always": always,
+    }
+    if side == BASELINE:
+        cache = {}
     return Engine(model, kv_bytes=kv_bytes, max_rows=rows, **cache)

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxshare.models import LoadedModel
-from jaxshare.models.safetensors_io import expected_tensors
+from jaxshare.models.tensor_names import expected_tensors
 from scripts.bench.lib import ROOT, cores
 from scripts.bench.parts.engine.random_model import MODEL
 from scripts.bench.peer import WorkerError

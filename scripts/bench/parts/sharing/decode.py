@@ -53,7 +53,7 @@ class AttentionFree(Decoder):
     ) -> tuple[Array, KVCache]:
         plan = make_plan(cache, layout, count, tokens.shape[1])
 
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        def attend(layer: int, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
             nonlocal cache
             cache = cache.append(layer, k, v, plan)
             return q

@@ -1,0 +1,127 @@
+"""The layers of which a decoder is made, as Flax linen modules.
+
+Axis letters: R rows, T new tokens of a row, H query heads, K kv heads, D head dim, M model dim, F
+MLP dim.
+"""
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+from jax import Array
+from jaxtyping import Bool, Float
+
+from jaxshare.cpu import Implementation
+from jaxshare.models.config import LayerForm, ModelConfig
+from jaxshare.models.experts import MixtureOfExperts
+from jaxshare.models.latent_attention import LatentAttention
+from jaxshare.models.linear import Linear, projections
+from jaxshare.models.norm import RMSNorm
+from jaxshare.models.packed import GATE_UP, QKV, part_sizes
+
+Sinks = Float[Array, " H"] | None
+"""For each head a score beside those of all keys, in models that have them."""
+
+AttendInLayer = Callable[
+    [Float[Array, "R T H D"], Float[Array, "R T K D"], Float[Array, "R T K D"], Sinks],
+    Float[Array, "R T H D"],
+]
+"""(q, k, v, sinks) -> attention output; q and k are not rotated yet."""
+
+
+class Attention(nn.Module):
+    """The projections around `attend`, which owns positions, masks and the cache.
+
+    Attributes:
+      config: of the model, or of one device's part of it.
+      axis: the mesh axis over which heads are split.
+      implementation: of products.
+    """
+
+    config: ModelConfig
+    axis: str | None = None
+    implementation: Implementation = "xla"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
+        c = self.config
+        how = {"bias": c.qkv_bias, "implementation": self.implementation}
+        found = projections(self, x, QKV, part_sizes(c)[QKV], **how)
+        norm = functools.partial(RMSNorm, c.norm_eps, self.implementation, c.norm_adds_one)
+        if c.qk_norm_whole:
+            # Where devices repeat kv heads, each counts as often as the others.
+            whole = functools.partial(norm, axis=self.axis)
+            found[:2] = whole(name="q_norm")(found[0]), whole(name="k_norm")(found[1])
+        q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in found)
+        if c.qk_norm:
+            q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)
+        sinks = None
+        if c.attention_sinks:
+            sinks = self.param("sinks", nn.initializers.normal(), (c.num_heads,))
+        out = attend(q, k, v, sinks)
+        return Linear(
+            c.hidden_size, c.out_bias, axis=self.axis, implementation=self.implementation, name="o"
+        )(out.reshape(*x.shape[:-1], c.num_heads * c.head_dim))
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x)).
+
+    Attributes:
+      config: of the model, or of one device's part of it.
+      axis: the mesh axis over which the MLP is split.
+      implementation: of products.
+    """
+
+    config: ModelConfig
+    axis: str | None = None
+    implementation: Implementation = "xla"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "R T M"]) -> Float[Array, "R T M"]:
+        c = self.config
+        how = {"bias": c.mlp_bias, "implementation": self.implementation}
+        gate, up = projections(self, x, GATE_UP, part_sizes(c)[GATE_UP], **how)
+        gate = nn.silu(gate) if c.activation == "silu" else nn.gelu(gate, approximate=True)
+        return Linear(c.hidden_size, axis=self.axis, name="down", **how)(gate * up)
+
+
+class Layer(nn.Module):
+    """One decoder layer: attention and an MLP or experts, each added to its input, with norms
+    before, after or both.
+
+    Attributes:
+      config: of the model, or of one device's part of it.
+      axis: the mesh axis over which heads and MLP are split; both end with a sum over it.
+      implementation: of products.
+      form: of this layer.
+    """
+
+    config: ModelConfig
+    axis: str | None = None
+    implementation: Implementation = "xla"
+    form: LayerForm | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "R T M"],
+        attend: AttendInLayer,
+        real: Bool[Array, "R T"] | None = None,
+    ) -> Float[Array, "R T M"]:
+        """Computes a layer; experts compute the tokens that are `real` alone, by default all."""
+        c, how = self.config, (self.config, self.axis, self.implementation)
+        norm = functools.partial(RMSNorm, c.norm_eps, self.implementation, c.norm_adds_one)
+
+        def added(x: Array, name: str, part: Callable[[Array], Array]) -> Array:
+            inner = x if c.norm_placement == "post" else norm(name=f"{name}_norm")(x)
+            out = part(inner)
+            out = out if c.norm_placement == "pre" else norm(name=f"{name}_post_norm")(out)
+            return x + (out if c.residual_multiplier == 1 else out * c.residual_multiplier)
+
+        attention = (LatentAttention if c.mla else Attention)(*how, name="attention")
+        x = added(x, "attention", lambda x: attention(x, attend))
+        if c.moe is None or self.form is None or not self.form.is_sparse:
+            return added(x, "mlp", MLP(*how, name="mlp"))
+        experts = MixtureOfExperts(c.moe, self.axis, self.implementation, name="moe")
+        return added(x, "mlp", lambda x: experts(x, real))

@@ -1,0 +1,172 @@
+"""The MLP of a layer with a mixture of experts.
+
+Each token passes through the experts that its router chooses, however many others choose the same:
+there is no capacity, and what a token gets does not depend on what else is routed.
+
+Axis letters: R rows, T new tokens of a row, N = R T tokens, M model dim, E experts, K chosen experts
+of a token, F MLP units of an expert.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32
+
+from jaxshare import cpu
+from jaxshare.cpu import Implementation
+from jaxshare.models.linear import Linear, projections
+from jaxshare.models.moe import MoE, route
+from jaxshare.models.packed import GATE_UP
+from jaxshare.models.ragged import ragged_product
+from jaxshare.sharding import psum
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of the outputs of each token's experts, and of a shared one's.
+
+    Attributes:
+      moe: of the model, or of one device's part of it.
+      axis: the mesh axis over which experts, or their units, are split.
+      implementation: of products.
+    """
+
+    moe: MoE
+    axis: str | None = None
+    implementation: Implementation = "xla"
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "R T M"], real: Bool[Array, "R T"] | None = None
+    ) -> Float[Array, "R T M"]:
+        """Computes the tokens that are `real`, by default all; the others give 0."""
+        moe, rows = self.moe, x.reshape(-1, x.shape[-1])
+        router = Linear(
+            moe.num_experts,
+            moe.router_bias,
+            dtype=jnp.float32,
+            implementation=self.implementation,
+            name="router",
+        )
+        bias = None
+        if moe.choice_bias:
+            bias = self.param("choice_bias", nn.initializers.zeros, (moe.num_experts,))
+        expert, weight = route(router(rows), None if bias is None else bias.astype("float32"), moe)
+        held = moe.held or moe.num_experts
+        if moe.held and self.axis:
+            expert = expert - jax.lax.axis_index(self.axis) * held
+        used = (expert >= 0) & (expert < held)
+        if real is not None:
+            used = used & real.reshape(-1, 1)
+        out = self._experts(rows, jnp.where(used, expert, held), jnp.where(used, weight, 0.0))
+        if moe.shared_size:
+            out = out + self._shared(rows)
+        return psum(out, self.axis).astype(x.dtype).reshape(x.shape)
+
+    def _experts(
+        self, x: Float[Array, "N M"], expert: Int32[Array, "N K"], weight: Float32[Array, "N K"]
+    ) -> Float32[Array, "N M"]:
+        moe, (tokens, width) = self.moe, x.shape
+        held = moe.held or moe.num_experts
+        stacked = functools.partial(StackedLinear, held, bias=moe.expert_bias)
+        gate, up = (stacked(moe.expert_size, name=name)(width) for name in ("gate", "up"))
+        down = stacked(width, name="down")(moe.expert_size)
+        kernels = [kernel.astype(x.dtype) for kernel, _ in (gate, up, down)]
+        first = cpu.expert_products(x, expert, kernels[:2], x.dtype, self.implementation)
+        if first is None:
+            # Sorted once for all products, with those of no expert at the end.
+            order = jnp.argsort(expert.reshape(-1), stable=True)
+            sizes = jnp.bincount(expert.reshape(-1), length=held)
+            sorted_x, chosen = x[order // moe.top_k], expert.reshape(-1)[order]
+            g, u = (ragged_product(sorted_x, kernel, sizes, x.dtype) for kernel in kernels[:2])
+            hidden = _activated(g, u, gate[1], up[1], chosen, moe)
+            found = ragged_product(hidden, kernels[2], sizes, jnp.float32)
+            places = jnp.argsort(order)
+            y = found[places].reshape(tokens, moe.top_k, width)
+        else:
+            g, u = first
+            hidden = _activated(g, u, gate[1], up[1], expert, moe).reshape(-1, g.shape[-1])
+            found = cpu.expert_products(
+                hidden, expert.reshape(-1, 1), kernels[2:], jnp.float32, self.implementation
+            )
+            assert found is not None
+            y = found[0].reshape(tokens, moe.top_k, width)
+        if down[1] is not None:
+            y = y + self._once(down[1])[jnp.minimum(expert, held - 1)]
+        y = jnp.where((expert < held)[..., None], y, 0)
+        return jnp.sum(y * weight[..., None], axis=1)
+
+    def _once(self, bias: Array) -> Array:
+        """A bias of sums over devices, which one of them adds."""
+        split = self.axis is not None and not self.moe.held
+        return jnp.where(jax.lax.axis_index(self.axis) == 0, bias, 0) if split else bias
+
+    def _shared(self, x: Float[Array, "N M"]) -> Float32[Array, "N M"]:
+        out = SharedExpert(self.moe.shared_size, self.implementation, name="shared")(x)
+        if not self.moe.shared_gate:
+            return out
+        gate = Linear(1, dtype=jnp.float32, implementation=self.implementation, name="shared_gate")
+        return jax.nn.sigmoid(gate(x)) * out
+
+
+class SharedExpert(nn.Module):
+    """The expert that all tokens pass through: down(silu(gate(x)) * up(x)) in float32, to be summed
+    over devices.
+
+    Attributes:
+      size: its MLP units on this device.
+      implementation: of products.
+    """
+
+    size: int
+    implementation: Implementation = "xla"
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "N M"]) -> Float32[Array, "N M"]:
+        how = {"bias": False, "implementation": self.implementation}
+        gate, up = projections(self, x, GATE_UP, {"gate": self.size, "up": self.size}, **how)
+        return Linear(x.shape[-1], dtype=jnp.float32, name="down", **how)(nn.silu(gate) * up)
+
+
+class StackedLinear(nn.Module):
+    """The parameters of a linear layer for each expert: kernel [E, out, in], bias [E, out].
+
+    Attributes:
+      experts: E.
+      features: out.
+      bias: they have one.
+    """
+
+    experts: int
+    features: int
+    bias: bool = False
+
+    @nn.compact
+    def __call__(self, width: int) -> tuple[Float[Array, "E out in"], Float[Array, "E out"] | None]:
+        """The kernels for inputs of this width, and the biases if there are any."""
+        init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
+        kernel = self.param("kernel", init, (self.experts, self.features, width))
+        if not self.bias:
+            return kernel, None
+        return kernel, self.param("bias", nn.initializers.zeros, (self.experts, self.features))
+
+
+def _activated(
+    gate: Float[Array, "*N F"],
+    up: Float[Array, "*N F"],
+    gate_bias: Float[Array, "E F"] | None,
+    up_bias: Float[Array, "E F"] | None,
+    expert: Int32[Array, "*N"],
+    moe: MoE,
+) -> Float[Array, "*N F"]:
+    """The input of the experts' last products; undefined where a token has no expert."""
+    if gate_bias is not None and up_bias is not None:
+        gate = gate + gate_bias[expert].astype(gate.dtype)
+        up = up + up_bias[expert].astype(up.dtype)
+    if not moe.swiglu_limit:
+        return nn.silu(gate) * up
+    gate = jnp.minimum(gate, moe.swiglu_limit)
+    up = jnp.clip(up, -moe.swiglu_limit, moe.swiglu_limit)
+    return gate * nn.sigmoid(moe.swiglu_alpha * gate) * (up + 1)

@@ -1,0 +1,86 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1), absorbed: attention over latents.
+
+A token's keys and values of all heads are products of one latent vector. In place of making them,
+each head's query is multiplied by the matrix that makes its keys, and what it attends to, a mixture
+of latents, by the one that makes its values (section 2.1.2). So the cache is that of one kv head,
+whose key is [rotated | latent] and whose value is the latent, for blocks as for any other model.
+"""
+
+import functools
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from jaxshare.cpu import Implementation
+from jaxshare.models.config import ModelConfig
+from jaxshare.models.linear import Linear, linears
+from jaxshare.models.norm import RMSNorm
+
+_NORM_EPS = 1e-6
+"""Of the norms of latents, whatever that of the other norms is."""
+
+
+class LatentAttention(nn.Module):
+    """The projections around `attend`, which owns positions, masks and the cache, as in
+    `jaxshare.models.decoder_layer.Attention`.
+
+    Attributes:
+      config: of the model, or of one device's part of it; it has an `MLA`.
+      axis: the mesh axis over which heads are split; each device makes the latents of all tokens.
+      implementation: of products.
+    """
+
+    config: ModelConfig
+    axis: str | None = None
+    implementation: Implementation = "xla"
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "R T M"], attend: Callable[..., Array]
+    ) -> Float[Array, "R T M"]:
+        c, m = self.config, self.config.mla
+        assert m is not None
+        linear = functools.partial(Linear, implementation=self.implementation)
+        norm = functools.partial(RMSNorm, _NORM_EPS, self.implementation)
+        queries = c.num_heads * m.query_dim
+        first = (
+            linear(m.q_lora_rank, m.bias, name="q_a")
+            if m.q_lora_rank
+            else linear(queries, name="q")
+        )
+        q, kv = linears(x, [first, linear(m.cached_dim, m.bias, name="kv_a")])
+        if m.q_lora_rank:
+            q = linear(queries, name="q_b")(norm(name="q_a_norm")(q))
+        own, rotated = jnp.split(q.reshape(*x.shape[:-1], -1, m.query_dim), [m.nope_dim], axis=-1)
+        latent, shared = jnp.split(kv, [m.kv_lora_rank], axis=-1)
+        latent = norm(name="kv_a_norm")(latent)
+        key_maker, _ = linear(c.num_heads * m.nope_dim, name="k_b").parameters(m.kv_lora_rank)
+        value_maker, _ = linear(c.num_heads * m.value_dim, name="v_b").parameters(m.kv_lora_rank)
+        absorbed = _by_head(own, key_maker, 1)
+        k = jnp.concatenate([shared, latent], axis=-1)[..., None, :]
+        out = attend(jnp.concatenate([rotated, absorbed], axis=-1), k, k[..., :0], None)
+        out = _by_head(out, value_maker, 2)
+        return linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(
+            out.reshape(*x.shape[:-1], -1)
+        )
+
+
+def _by_head(x: Array, kernel: Array, contract: int) -> Array:
+    """The product of each head's x [R, T, H, _] with its rows of the kernel [H, _, latent],
+    contracting the kernel's axis `contract`; accumulated in float32 and rounded to x's dtype."""
+    rows, tokens, heads, _ = x.shape
+    by_head = jnp.moveaxis(x, 2, 0).reshape(heads, rows * tokens, -1)
+    # As in `jaxshare.models.linear.product`, two rows take a faster path than one.
+    single = rows * tokens == 1 and x.dtype != jnp.float32
+    y = jax.lax.dot_general(
+        jnp.concatenate([by_head, by_head], axis=1) if single else by_head,
+        kernel.reshape(heads, -1, kernel.shape[-1]).astype(x.dtype),
+        (((2,), (contract,)), ((0,), (0,))),
+        preferred_element_type=jnp.float32,
+    )
+    y = y[:, : rows * tokens].reshape(heads, rows, tokens, -1)
+    return jnp.moveaxis(y, 0, 2).astype(x.dtype)

@@ -1,0 +1,32 @@
+"""Mixtral: the fields of config.json and the names of tensors in which it differs from Llama."""
+
+from typing import Any
+
+from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.moe_config import read_moe
+
+
+def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    window = fields.positive("sliding_window", int, None)
+    return dict(
+        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
+        head_dim=read_head_dim(fields, hidden_size, num_heads),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        windows=(window,) * num_layers if window else (),
+        moe=read_moe(fields, fields.positive("intermediate_size", int), normalise=True),
+        sparse_layers=(True,) * num_layers,
+    )
+
+
+_MODULES = {
+    ("moe", "router"): "block_sparse_moe.gate",
+    **{
+        ("moe", name): f"block_sparse_moe.experts.*.{stored}"
+        for name, stored in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+}
+
+FAMILIES = {"MixtralForCausalLM": Family("mixtral", _read, default_theta=None, modules=_MODULES)}

@@ -1,0 +1,49 @@
+"""Qwen2-MoE and Qwen3-MoE: the fields of config.json in which they differ from dense Qwen models."""
+
+from typing import Any
+
+from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.moe import MoE
+from jaxshare.models.moe_config import read_moe, read_sparse_layers
+from jaxshare.models.qwen import refuse_sliding_windows
+
+
+def _qwen2_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    refuse_sliding_windows(fields, num_layers)
+    shared_size = fields.positive("shared_expert_intermediate_size", int)
+    return dict(
+        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
+        head_dim=read_head_dim(fields, hidden_size, num_heads),
+        qkv_bias=fields.take("qkv_bias", bool, True),
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        moe=_experts(fields, shared_size=shared_size, shared_gate=True),
+        sparse_layers=read_sparse_layers(fields, num_layers),
+    )
+
+
+def _qwen3_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    refuse_sliding_windows(fields, num_layers)
+    attention_bias = fields.take("attention_bias", bool, False)
+    return dict(
+        num_kv_heads=fields.positive("num_key_value_heads", int),
+        head_dim=read_head_dim(fields, hidden_size, num_heads),
+        qkv_bias=attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=False,
+        qk_norm=True,
+        moe=_experts(fields),
+        sparse_layers=read_sparse_layers(fields, num_layers),
+    )
+
+
+def _experts(fields: Fields, **more: Any) -> MoE:
+    size = fields.positive("moe_intermediate_size", int)
+    return read_moe(fields, size, fields.take("norm_topk_prob", bool, False), **more)
+
+
+FAMILIES = {
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", _qwen2_moe, default_theta=None),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe, default_theta=None),
+}

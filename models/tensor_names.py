@@ -1,0 +1,264 @@
+"""Tensor names: where a checkpoint in Hugging Face form has each parameter.
+
+Most parameters are a tensor of their own. Some families fuse projections of one input, so that a
+parameter is some rows of a tensor, and some rotate other pairs of entries, so that rows come in
+another order.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Shaped
+
+from jaxshare.models.config import FAMILIES, ModelConfig
+from jaxshare.models.layers import Decoder
+from jaxshare.models.mla import MLA
+from jaxshare.models.packed import part_sizes
+
+_MODULES = {
+    ("embed",): "embed_tokens",
+    ("norm",): "norm",
+    ("attention_norm",): "input_layernorm",
+    ("mlp_norm",): "post_attention_layernorm",
+    **{("attention", name): f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
+    **{("attention", name): f"self_attn.{name}" for name in ("q_norm", "k_norm")},
+    **{("mlp", name): f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    ("moe", "router"): "mlp.gate",
+    ("moe", "shared_gate"): "mlp.shared_expert_gate",
+    **{("moe", name): f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")},
+    **{
+        ("moe", "shared", name): f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")
+    },
+}
+"""The modules of Llama and Qwen, and of other families where they do not name their own. A star is
+the index of an expert; the parameters of experts are stacked."""
+
+
+_SUFFIXES = {"bias": ".bias", "sinks": "", "choice_bias": ".e_score_correction_bias"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some rows of a tensor of a checkpoint, or all.
+
+    Attributes:
+      name: of the tensor.
+      shape: of the whole tensor.
+      start, stop: the rows.
+      groups: the tensor's rows are so many groups of the same size, and `start` and `stop` are rows
+        of each.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    groups: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """The order of the rows of a projection to heads whose checkpoint rotates pairs (2 i, 2 i + 1).
+
+    Attributes:
+      head_dim: rows of a head.
+      rotary_dim: how many of them are rotated.
+      start: the first of those.
+    """
+
+    head_dim: int
+    rotary_dim: int
+    start: int = 0
+
+    def read(self, value: Shaped[np.ndarray, "rows ..."]) -> Shaped[np.ndarray, "rows ..."]:
+        """Rows in the order of this library, whose pairs are (i, i + rotary_dim / 2)."""
+        return self._ordered(value, self._order())
+
+    def written(self, value: Shaped[np.ndarray, "rows ..."]) -> Shaped[np.ndarray, "rows ..."]:
+        """Rows in the order of the checkpoint."""
+        return self._ordered(value, np.argsort(self._order()))
+
+    def _order(self) -> np.ndarray:
+        rows, stop = np.arange(self.head_dim), self.start + self.rotary_dim
+        before, rotated, after = rows[: self.start], rows[self.start : stop], rows[stop:]
+        return np.concatenate([before, rotated[::2], rotated[1::2], after])
+
+    def _ordered(self, value: np.ndarray, order: np.ndarray) -> np.ndarray:
+        heads = value.reshape(-1, self.head_dim, *value.shape[1:])
+        return heads[:, order].reshape(value.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedTensor:
+    """A parameter of the model, and where a checkpoint has it.
+
+    Attributes:
+      path: under "params".
+      shape: of the parameter.
+      parts: the tensor that has it; or several, stacked along a first axis.
+      is_stacked: True for parts that are stacked.
+      order: of its rows, where the checkpoint's differs.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    is_stacked: bool = False
+    order: RowOrder | None = None
+
+
+def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str:
+    """Returns the name in a checkpoint of a parameter.
+
+    Args:
+      path: under "params", for example ("layers_0", "attention", "q", "kernel").
+      config: of the model; default one of Llama.
+    """
+    modules = _modules(config)
+    *module, leaf = path
+    suffix = _SUFFIXES.get(leaf, ".weight")
+    if path[0] == "head":
+        return f"lm_head{suffix}"
+    layer = ""
+    if path[0].startswith("layers_"):
+        layer, *module = f"layers.{path[0].removeprefix('layers_')}.", *module[1:]
+    return f"model.{layer}{modules[tuple(module)]}{suffix}"
+
+
+def _modules(config: ModelConfig | None) -> Mapping[tuple[str, ...], str]:
+    return _MODULES if config is None else {**_MODULES, **FAMILIES[config.architecture].modules}
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
+    """Returns the parameters of a model, by the names that a checkpoint has for them where each is
+    a tensor of its own."""
+    expected = {}
+    for path, shape in _parameters(config):
+        tensor = _located(config, path, shape)
+        expected[tensor_name(path, config)] = tensor
+    return expected
+
+
+def _parameters(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """The path and shape of each parameter."""
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    # One layer of each kind is traced, since a file may name thousands.
+    kinds: dict[bool, list[int]] = {}
+    for layer, form in enumerate(config.layer_forms):
+        kinds.setdefault(form.is_sparse, []).append(layer)
+    for number, layers in enumerate(kinds.values()):
+        one = config.only(layers[0])
+
+        def parameters(tokens: jax.Array, one: ModelConfig = one) -> Any:
+            return Decoder(one).init(jax.random.key(0), tokens, method=Decoder.causal)
+
+        for keys, leaf in jax.tree.leaves_with_path(jax.eval_shape(parameters, tokens)["params"]):
+            first, *rest = (key.key for key in keys)
+            if first == "layers_0":
+                yield from (((f"layers_{n}", *rest), leaf.shape) for n in layers)
+            elif number == 0:
+                yield (first, *rest), leaf.shape
+
+
+def _located(config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...]) -> ExpectedTensor:
+    """The parameter with this path, and its place in a checkpoint."""
+    order = _row_order(config, path[-2]) if config.rope_interleaved else None
+    if config.mla and path[-2] in ("k_b", "v_b"):
+        return ExpectedTensor(path, shape, (_part_of_kv_b(config, config.mla, path, shape),))
+    fused = FAMILIES[config.architecture].fused
+    for name, sizes in part_sizes(config).items():
+        if name in fused and path[-2] in sizes:
+            names = [*sizes]
+            start = sum(sizes[part] for part in names[: names.index(path[-2])])
+            whole = tensor_name((*path[:-2], name, path[-1]), config)
+            rows = sum(sizes.values()), *shape[1:]
+            part = Part(whole, rows, start, start + sizes[path[-2]])
+            return ExpectedTensor(path, shape, (part,), order=order)
+    name = tensor_name(path, config)
+    if "*" in name:
+        names = [name.replace("*", str(expert)) for expert in range(shape[0])]
+        parts = tuple(Part(each, shape[1:], 0, shape[1]) for each in names)
+        return ExpectedTensor(path, shape, parts, is_stacked=True)
+    return ExpectedTensor(path, shape, (Part(name, shape, 0, shape[0]),), order=order)
+
+
+def _row_order(config: ModelConfig, module: str) -> RowOrder | None:
+    """The order of the rows of a projection whose heads are rotated; None for others."""
+    rotary_dim, mla = config.rope.rotary_dim, config.mla
+    if mla and module in ("q", "q_b"):
+        return RowOrder(mla.query_dim, rotary_dim, mla.nope_dim)
+    if mla and module == "kv_a":
+        return RowOrder(mla.cached_dim, rotary_dim, mla.kv_lora_rank)
+    return RowOrder(config.head_dim, rotary_dim) if module in ("q", "k") else None
+
+
+def _part_of_kv_b(
+    config: ModelConfig, mla: MLA, path: tuple[str, ...], shape: tuple[int, ...]
+) -> Part:
+    """The rows of a checkpoint's kv_b_proj that are k_b or v_b: of each head those that make its
+    key, and then those that make its value."""
+    name = tensor_name((*path[:-2], "kv_b", path[-1]), config)
+    size, first = mla.nope_dim + mla.value_dim, path[-2] == "k_b"
+    start, stop = (0, mla.nope_dim) if first else (mla.nope_dim, size)
+    return Part(name, (config.num_heads * size, *shape[1:]), start, stop, config.num_heads)
+
+
+def kept_dtype(path: tuple[str, ...], dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype of a parameter in a model of `dtype`: float32 for a bias by which experts
+    are chosen, since rounding it would choose others."""
+    return jnp.dtype(jnp.float32) if path[-1] == "choice_bias" else dtype
+
+
+def stored_shapes(expected: Mapping[str, ExpectedTensor]) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor that a checkpoint must hold, by name."""
+    return {part.name: part.shape for tensor in expected.values() for part in tensor.parts}
+
+
+def assembled(
+    tensor: ExpectedTensor, read: Callable[[Part], Shaped[np.ndarray, "..."]]
+) -> Shaped[np.ndarray, "..."]:
+    """Returns a parameter of a checkpoint; `read` gives rows of its tensors."""
+    value = read(tensor.parts[0])
+    if tensor.is_stacked:
+        # One part after the other, so that no more than one is held beside the parameter.
+        whole = np.empty(tensor.shape, value.dtype)
+        whole[0] = value
+        for index, part in enumerate(tensor.parts[1:], start=1):
+            value = read(part)
+            if value.dtype != whole.dtype:
+                whole = whole.astype(np.float32)  # which holds the numbers of all dtypes
+            whole[index] = value
+        return whole
+    return value if tensor.order is None else tensor.order.read(value)
+
+
+def taken_apart(
+    expected: Mapping[str, ExpectedTensor], values: Callable[[str], Shaped[np.ndarray, "..."]]
+) -> Iterator[tuple[str, Shaped[np.ndarray, "..."]]]:
+    """Yields (name, value) of each tensor of a checkpoint.
+
+    Args:
+      expected: from `expected_tensors`.
+      values: gives the parameter of one of its names.
+    """
+    places: dict[str, list[tuple[str, int, Part]]] = {}
+    for name, tensor in expected.items():
+        for index, part in enumerate(tensor.parts):
+            places.setdefault(part.name, []).append((name, index, part))
+    last: tuple[str, np.ndarray] | None = None
+    # Those of one parameter follow each other, so that it is read once.
+    for stored, found in sorted(places.items(), key=lambda place: min(place[1])[:2]):
+        rows = []
+        for name, index, part in sorted(found, key=lambda place: place[2].start):
+            if last is None or last[0] != name:
+                last = name, values(name)
+            tensor, value = expected[name], last[1]
+            value = value[index] if tensor.is_stacked else value
+            value = value if tensor.order is None else tensor.order.written(value)
+            rows.append(value.reshape(part.groups, -1, *value.shape[1:]))
+        whole = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+        yield stored, whole.reshape(found[0][2].shape)

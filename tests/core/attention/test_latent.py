@@ -1,0 +1,216 @@
+"""Caches whose values are a part of their keys (multi-head latent attention), against lists of keys
+in float64 numpy: sessions of passes, moves, forks and relocations, and their edges."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxshare import KVCache, Layout, Rope, arena, block_attention, cpu, make_plan
+from jaxshare.attention.api import BACKENDS
+from tests.helpers import pad_rows, rotated, softmax_attention
+
+ROTARY, LATENT, HEADS, SCALE = 8, 12, 5, 0.4
+ROPE = Rope.yarn(ROTARY, 10_000.0, 4.0, 64)
+CAPACITIES = (300, 130, 70, 40, 40, 0, 0)
+ROWS, LISTED = 3, 5
+TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A `CacheConfig`: one key of [rotated | latent] for all heads, and no values."""
+
+    num_layers: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = ROTARY + LATENT
+    value_dim: int = 0
+    rope: Rope = ROPE
+    layer_ropes: tuple[Rope, ...] = ()
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def attended(cache, layout, count, q, k, implementation=None):
+    plan = make_plan(cache, layout, count, q.shape[1])
+    cache = cache.append(0, k, jnp.zeros((*k.shape[:3], 0), k.dtype), plan)
+    arenas = cache.keys[0], cache.values[0]
+    out = block_attention(q, *arenas, plan, scale=SCALE, implementation=implementation)
+    return out, cache.advance(plan)
+
+
+class Latents:
+    """A cache, and beside it the oracle: for each block the list of its keys, not rotated."""
+
+    def __init__(self, dtype: Any = jnp.float32, capacities=CAPACITIES, seed: int = 0):
+        self.cache = KVCache.create(Config(), capacities, dtype)
+        self.blocks: list[list[np.ndarray]] = [[] for _ in capacities]
+        self.dtype, self.rng = dtype, np.random.default_rng(seed)
+
+    def check(self, rows, count, *, width: int, num_rows: int = ROWS, implementation=None):
+        """Feeds random tokens and compares what they attend to with the oracle."""
+
+        def rounded(*size: int) -> np.ndarray:
+            return np.asarray(jnp.asarray(self.rng.normal(size=size), self.dtype), np.float64)
+
+        q = rounded(num_rows, width, HEADS, ROTARY + LATENT)
+        k = rounded(num_rows, width, 1, ROTARY + LATENT)
+        for r, row in enumerate(rows):
+            self.blocks[row[-1]] += list(k[r, : count[r], 0])
+        out, self.cache = attended(
+            self.cache,
+            pad_rows(rows, num_rows, LISTED),
+            jnp.asarray([*count, *[0] * (num_rows - len(rows))], jnp.int32),
+            *(jnp.asarray(x, self.dtype) for x in (q, k)),
+            implementation=implementation,
+        )
+        assert out.shape == (num_rows, width, HEADS, LATENT) and out.dtype == self.dtype
+        assert np.isfinite(np.asarray(out, np.float64)).all()
+        self.cache.check()
+        assert self.cache.lengths.tolist() == [len(keys) for keys in self.blocks]
+        for r, row in enumerate(rows):
+            for t in range(count[r]):
+                expected = self.attend(row, count[r] - t - 1, q[r, t])
+                np.testing.assert_allclose(
+                    np.asarray(out[r, t], np.float64), expected, rtol=0, atol=TOLERANCE[self.dtype]
+                )
+
+    def attend(self, row, later: int, q: np.ndarray) -> np.ndarray:
+        """[H, LATENT]: a query at the end of a row's keys without the `later` last ones."""
+        seen = np.stack([key for block in row for key in self.blocks[block]])
+        seen = seen[: len(seen) - later, None]
+        keys = rotated(seen, np.arange(len(seen)), ROPE, ROPE.attention_factor)
+        query = rotated(q, np.asarray(len(seen) - 1), ROPE, ROPE.attention_factor)
+        return softmax_attention(query, keys, seen[..., ROTARY:], SCALE)
+
+    def move(self, source: int, target: int) -> None:
+        self.cache = self.cache.move(source, target)
+        self.blocks[target] += self.blocks[source]
+        self.blocks[source] = []
+
+    def fork(self, block: int, at: int, tail: int) -> None:
+        self.cache = self.cache.fork(block, at, tail)
+        self.blocks[tail] = self.blocks[block][at:]
+        del self.blocks[block][at:]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_session_of_rows_that_list_blocks_at_other_places(implementation):
+    latents = Latents()
+    check = functools.partial(latents.check, implementation=implementation)
+    check([[0], [1], [2]], [64, 64, 17], width=64)
+    check([[0], [1]], [64, 61], width=64)
+    check([[0, 1, 3], [1, 0, 2], [4]], [3, 1, 2], width=3)  # 128 and 125 tokens
+    check([[1, 2, 0, 4], [2, 3], [0]], [3, 2, 0], width=3)
+    latents.move(4, 2)
+    check([[0, 2, 3], [2, 1], [4]], [1, 3, 1], width=3)
+    latents.fork(0, 100, 5)
+    check([[0, 5, 2, 3], [0, 4], [1, 5]], [2, 3, 1], width=3)
+    latents.fork(5, 0, 6)
+    check([[0, 3], [5, 6], [0, 5, 4]], [3, 3, 3], width=3)
+    latents.move(3, 6)
+    check([[1, 6], [6, 2], [4]], [2, 2, 2], width=3)
+    latents.cache = latents.cache.clear(1)
+    latents.blocks[1] = []
+    check([[1], [6, 0, 1, 4], [1, 2]], [1, 1, 1], width=3)  # the first of an empty block
+
+
+def test_relocated_blocks_have_their_latents():
+    latents = Latents()
+    latents.check([[0], [1], [2]], [64, 30, 17], width=64)
+    end = latents.cache.keys[0].shape[1]
+    latents.cache = latents.cache.relocate(
+        [4, 2], [int(latents.cache.offsets[2]), end - 20], [9, 20]
+    )
+    latents.check([[2, 0, 1], [0, 2], [1, 4]], [3, 3, 3], width=3)
+    with pytest.raises(ValueError, match="its new extent has a capacity of 3"):
+        latents.cache.relocate([1], [0], [3])
+
+
+def test_a_token_alone_is_its_own_latent():
+    latents = Latents()
+    q, k = np.random.default_rng(1).normal(size=(2, ROWS, 3, HEADS, ROTARY + LATENT))
+    out, cache = attended(
+        latents.cache,
+        pad_rows([[3]], ROWS, LISTED),
+        jnp.asarray([1, 0, 0]),
+        *(jnp.asarray(x, jnp.float32) for x in (q, k[:, :, :1])),
+        implementation="xla",
+    )
+    np.testing.assert_allclose(out[0, 0], np.tile(k[0, 0, 0, ROTARY:], (HEADS, 1)), rtol=1e-6)
+    assert np.isfinite(out).all() and cache.lengths.tolist() == [0, 0, 0, 1, 0, 0, 0]
+
+
+def test_blocks_up_to_their_last_token():
+    latents = Latents(capacities=(64, 70, 3, 1, 0, 0, 0))
+    latents.check([[0], [1]], [64, 64], width=64, implementation="xla")
+    latents.check([[0, 1, 2], [3]], [3, 1], width=3, implementation="xla")
+    with pytest.raises(ValueError, match="beyond its capacity"):
+        latents.check([[0]], [1], width=3, implementation="xla")
+
+
+def test_bfloat16():
+    latents = Latents(jnp.bfloat16)
+    latents.check([[0], [1], [2]], [64, 30, 17], width=64)
+    latents.check([[1, 0], [2, 1], [0, 1, 3]], [0, 2, 3], width=3)
+    latents.move(3, 2)
+    latents.check([[1, 0], [2], [0, 2, 3]], [1, 2, 3], width=3)
+
+
+def test_rows_that_share_all_of_an_arena():
+    """Where blocks fill an arena, xla reads it in one product."""
+    latents = Latents(capacities=(512, 510, 1, 1))
+    for _ in range(7):
+        latents.check([[0], [1]], [70, 70], width=70)
+    assert latents.cache.keys[0].shape[1] == 1024
+    latents.check([[0, 1, 2], [1, 0, 3]], [1, 1], width=1)
+
+
+def test_values_take_no_room():
+    cache = KVCache.create(Config(num_layers=3), (5, 4), jnp.bfloat16)
+    assert [a.shape for a in cache.values] == [(1, 9, 0)] * 3
+    assert [a.shape for a in cache.keys] == [(1, 9, ROTARY + LATENT)] * 3
+    assert cache.token_bytes == 3 * (ROTARY + LATENT) * 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_cpu_kernel_appends_the_same(dtype):
+    if not cpu.available():
+        pytest.skip("no CPU kernels here")
+    cache = Latents(dtype).cache
+    layout, count = pad_rows([[0], [1], [3]], ROWS, LISTED), jnp.asarray([3, 1, 0])
+    k = jnp.asarray(np.random.default_rng(2).normal(size=(ROWS, 3, 1, ROTARY + LATENT)), dtype)
+    k = k.at[0, 0, 0, -1].set(jnp.nan)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def appended(by_kernel):
+        plan = make_plan(cache, layout, count, 3)
+        new = cache.keys[0], cache.values[0], k, k[..., :0], plan
+        return cpu.append_tokens(*new, "cpu") if by_kernel else arena.append_tokens(*new)
+
+    for found, expected in zip(appended(True), appended(False), strict=True):
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64), np.asarray(expected, np.float64), atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton", "mosaic_gpu"])
+def test_backends_with_kernels_say_that_they_cannot(name):
+    cache = Latents().cache
+    plan = make_plan(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)
+    q = jnp.ones((1, 1, HEADS, ROTARY + LATENT))
+    with pytest.raises(NotImplementedError):
+        BACKENDS[name](q, cache.keys[0], cache.values[0], plan, SCALE)
+
+
+@pytest.mark.parametrize("shape", [(1, 9, 12), (1, 8, 0), (2, 9, 0), (1, 9)])
+def test_values_of_another_shape_are_refused(shape):
+    cache = KVCache.create(Config(), (9,), jnp.float32)
+    plan = make_plan(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
+    q = jnp.ones((1, 1, HEADS, ROTARY + LATENT))
+    with pytest.raises(ValueError, match="a last dim of 0"):
+        block_attention(q, cache.keys[0], jnp.zeros(shape), plan)

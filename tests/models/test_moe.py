@@ -1,0 +1,250 @@
+"""Mixtures of experts against a NumPy loop over tokens and experts, and what routing must not do."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxshare import sharding
+from jaxshare.models.experts import MixtureOfExperts
+from jaxshare.models.moe import MoE, route
+from jaxshare.models.ragged import ragged_product
+
+WIDTH = 24
+PLAIN = MoE(num_experts=8, top_k=2, expert_size=12, normalise=True)
+FORMS = {
+    "mixtral": PLAIN,
+    "olmoe": dataclasses.replace(PLAIN, top_k=3, normalise=False),
+    "qwen2": dataclasses.replace(PLAIN, normalise=False, shared_size=20, shared_gate=True),
+    "deepseek_v2": dataclasses.replace(
+        PLAIN, normalise=False, groups=4, top_groups=2, scaling=4.0, shared_size=24
+    ),
+    "deepseek_v3": dataclasses.replace(
+        PLAIN,
+        scoring="sigmoid",
+        groups=2,
+        top_groups=1,
+        group_score="top2",
+        scaling=2.5,
+        choice_bias=True,
+        shared_size=12,
+    ),
+    "gpt_oss": dataclasses.replace(
+        PLAIN,
+        normalise=False,
+        scoring="chosen",
+        router_bias=True,
+        expert_bias=True,
+        swiglu_limit=1.5,
+        swiglu_alpha=1.702,
+    ),
+}
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def by_hand(moe: MoE, params, x: np.ndarray) -> np.ndarray:
+    """The output of one token after the other, in float64."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    out = np.zeros_like(x, np.float64)
+    for n, token in enumerate(x.astype(np.float64)):
+        logits = p["router"]["kernel"] @ token + p["router"].get("bias", 0)
+        scores = {"softmax": softmax, "sigmoid": sigmoid, "chosen": lambda s: s}[moe.scoring](
+            logits
+        )
+        choice = scores + p.get("choice_bias", 0)
+        allowed = range(moe.num_experts)
+        if moe.groups > 1:
+            groups = np.split(np.arange(moe.num_experts), moe.groups)
+            worth = [
+                np.sort(choice[g])[-2 if moe.group_score == "top2" else -1 :].sum() for g in groups
+            ]
+            best = sorted(range(moe.groups), key=lambda g: -worth[g])[: moe.top_groups]
+            allowed = [e for g in best for e in groups[g]]
+        chosen = sorted(allowed, key=lambda e: -choice[e])[: moe.top_k]
+        weights = scores[chosen]
+        if moe.scoring == "chosen":
+            weights = softmax(weights)
+        if moe.normalise:
+            weights = weights / weights.sum()
+        for weight, e in zip(weights * moe.scaling, chosen, strict=True):
+            gate, up = (
+                p[name]["kernel"][e] @ token + (p[name]["bias"][e] if moe.expert_bias else 0)
+                for name in ("gate", "up")
+            )
+            if moe.swiglu_limit:
+                gate, up = (
+                    np.minimum(gate, moe.swiglu_limit),
+                    np.clip(up, -moe.swiglu_limit, moe.swiglu_limit),
+                )
+                hidden = gate * sigmoid(moe.swiglu_alpha * gate) * (up + 1)
+            else:
+                hidden = gate * sigmoid(gate) * up
+            down = p["down"]["kernel"][e] @ hidden + (
+                p["down"]["bias"][e] if moe.expert_bias else 0
+            )
+            out[n] += weight * down
+        if moe.shared_size:
+            gate, up = (p["shared"][name]["kernel"] @ token for name in ("gate", "up"))
+            shared = p["shared"]["down"]["kernel"] @ (gate * sigmoid(gate) * up)
+            if moe.shared_gate:
+                shared *= sigmoid(p["shared_gate"]["kernel"][0] @ token)
+            out[n] += shared
+    return out
+
+
+@functools.cache
+def made(form: str):
+    """A module's random parameters, of order 1 as sums, biases included."""
+    shapes = jax.eval_shape(MixtureOfExperts(FORMS[form]).init, jax.random.key(0), tokens(1)[None])
+    rng = np.random.default_rng(3)
+
+    def fill(leaf):
+        scale = leaf.shape[-1] ** -0.5 if leaf.ndim > 1 else 0.3
+        return (rng.standard_normal(leaf.shape) * scale * 1.5).astype(np.float32)
+
+    return jax.tree.map(fill, shapes)["params"]
+
+
+def tokens(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, WIDTH)).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("moe", "implementation"))
+def apply(moe, params, x, real=None, implementation="xla"):
+    return MixtureOfExperts(moe, None, implementation).apply({"params": params}, x, real)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+@pytest.mark.parametrize("form", FORMS)
+def test_output_is_the_weighted_sum_of_the_chosen_experts(form, implementation):
+    x = tokens(12).reshape(3, 4, WIDTH)
+    out = apply(FORMS[form], made(form), x, implementation=implementation)
+    expected = by_hand(FORMS[form], made(form), x.reshape(-1, WIDTH)).reshape(x.shape)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounded_parameters_and_tokens(dtype):
+    """Weights and sums are float32; only the experts' hidden units are rounded in between."""
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), made("mixtral"))
+    x = jnp.asarray(tokens(6), dtype)
+    expected = by_hand(PLAIN, params, np.asarray(x, np.float32))
+    for implementation in ("xla", "cpu"):
+        out = apply(PLAIN, params, x[None], implementation=implementation)[0]
+        assert out.dtype == dtype
+        np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0, atol=0.06)
+
+
+@pytest.mark.parametrize("others", [0, 1, 11, 200])
+def test_a_token_does_not_depend_on_what_is_routed_beside_it(others):
+    """All of `others` copies choose the token's own experts, which a capacity would not hold."""
+    one = tokens(1)
+    x = np.concatenate([np.repeat(one, others, axis=0), one, tokens(others, seed=5)])
+    for implementation in ("cpu", "xla"):
+        alone = apply(PLAIN, made("mixtral"), one[None], implementation=implementation)[0, 0]
+        beside = apply(PLAIN, made("mixtral"), x[None], implementation=implementation)[0, others]
+        np.testing.assert_allclose(beside, alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_padding_changes_nothing_and_gives_zero(implementation):
+    x = tokens(12).reshape(3, 4, WIDTH)
+    real = np.arange(4) < np.array([[4], [0], [2]])
+    filled = np.where(real[..., None], x, np.nan)
+    out = apply(PLAIN, made("mixtral"), filled, real, implementation)
+    whole = apply(PLAIN, made("mixtral"), x, implementation=implementation)
+    np.testing.assert_allclose(out[real], whole[real], rtol=0, atol=2e-6)
+    assert not np.any(out[~real])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "cpu"])
+def test_no_token_at_all(implementation):
+    out = apply(PLAIN, made("mixtral"), tokens(2)[None], np.zeros((1, 2), bool), implementation)
+    assert not np.any(out)
+
+
+@pytest.mark.parametrize("form", ["mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+def test_a_router_that_selects_nan_gives_nan(form, bad):
+    x = tokens(3)
+    x[1, 0] = bad
+    for implementation in ("xla", "cpu"):
+        out = apply(FORMS[form], made(form), x[None], implementation=implementation)[0]
+        assert np.isnan(out[1]).all() and np.isfinite(out[::2]).all()
+
+
+def test_one_logit_of_the_router_that_is_nan_gives_nan():
+    logits = jnp.zeros((2, 8)).at[0, 5].set(-jnp.nan)
+    _, weight = route(logits, None, dataclasses.replace(PLAIN, scoring="sigmoid"))
+    assert np.isnan(weight[0]).all() and np.isfinite(weight[1]).all()
+
+
+@pytest.mark.parametrize("sizes", [[0, 7, 0, 70], [1, 1, 1, 1], [0, 0, 0, 0], [77, 0, 0, 0]])
+def test_ragged_products_and_their_gradients(sizes):
+    rng = np.random.default_rng(1)
+    rows, kernel = rng.standard_normal((80, 6)), rng.standard_normal((4, 5, 6))
+    count = sum(sizes)
+    factors = rng.standard_normal((80, 5)) * (np.arange(80) < count)[:, None]
+    group = np.repeat(np.arange(4), sizes)
+
+    def loss(rows, kernel):
+        y = ragged_product(rows, kernel, jnp.array(sizes), jnp.float32)
+        return jnp.sum(jnp.where(factors != 0, y, 0) * factors), y
+
+    arrays = (jnp.asarray(each, jnp.float32) for each in (rows, kernel))
+    gradients, y = jax.grad(loss, argnums=(0, 1), has_aux=True)(*arrays)
+    expected = np.einsum("sm,sfm->sf", rows[:count], kernel[group])
+    np.testing.assert_allclose(y[:count], expected, atol=1e-5)
+    to_rows = np.zeros_like(rows)
+    to_rows[:count] = np.einsum("sf,sfm->sm", factors[:count], kernel[group])
+    np.testing.assert_allclose(gradients[0], to_rows, atol=1e-5)
+    to_kernel = np.zeros_like(kernel)
+    np.add.at(to_kernel, group, np.einsum("sf,sm->sfm", factors[:count], rows[:count]))
+    np.testing.assert_allclose(gradients[1], to_kernel, atol=2e-5)
+
+
+@pytest.mark.parametrize(("form", "devices"), [("qwen2", 4), ("gpt_oss", 2), ("qwen2_three", 4)])
+def test_experts_over_the_devices_of_a_mesh(form, devices):
+    """Whole experts where they divide over the devices, else a part of each."""
+    moe, params = FORMS[form.removesuffix("_three")], made(form.removesuffix("_three"))
+    if form.endswith("_three"):  # that do not divide
+        moe = dataclasses.replace(moe, num_experts=3)
+        params = params | {
+            name: {"kernel": params[name]["kernel"][:3]}
+            for name in ("router", "gate", "up", "down")
+        }
+    mesh = sharding.make_mesh(tensor=devices)
+    local = moe.on_each_of(devices)
+    whole_experts = bool(local.held)
+    axes = {"gate": 1, "up": 1, "down": 2}
+
+    def spec(path, leaf):
+        names = [key.key for key in path]
+        if names[0] in ("router", "shared_gate", "choice_bias"):
+            return PartitionSpec()
+        if names[0] == "shared":
+            return PartitionSpec(*[None, "tensor"] if names[1] == "down" else ["tensor"])
+        if whole_experts:
+            return PartitionSpec("tensor")
+        return PartitionSpec(*[None] * axes[names[0]], "tensor")
+
+    run = sharding.on_each(
+        lambda params, x: MixtureOfExperts(local, "tensor").apply({"params": params}, x),
+        mesh,
+        in_specs=(jax.tree.map_with_path(spec, params), PartitionSpec()),
+        out_specs=PartitionSpec(),
+    )
+    x = tokens(6)[None]
+    np.testing.assert_allclose(run(params, x), apply(moe, params, x), rtol=0, atol=2e-5)
