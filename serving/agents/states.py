@@ -12,14 +12,7 @@ from jaxshare.serving.agents import places
 from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.keeping import BEGINNING, Past
-from jaxshare.serving.agents.requests import (
-    ChildNext,
-    ChildResult,
-    Choose,
-    Llm,
-    Together,
-    Yielded,
-)
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Choose, Llm, Together, Yielded
 
 if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame
