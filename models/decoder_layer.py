@@ -49,7 +49,9 @@ class Attention(nn.Module):
         found = projections(self, x, QKV, part_sizes(c)[QKV], **how)
         norm = functools.partial(RMSNorm, c.norm_eps, self.implementation, c.norm_adds_one)
         if c.qk_norm_whole:
-            found[:2] = norm(name="q_norm")(found[0]), norm(name="k_norm")(found[1])
+            # Where devices repeat kv heads, each counts as often as the others.
+            whole = functools.partial(norm, axis=self.axis)
+            found[:2] = whole(name="q_norm")(found[0]), whole(name="k_norm")(found[1])
         q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in found)
         if c.qk_norm:
             q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 from jaxshare.models.config_fields import MAX_HEAD_DIM, Family, Fields
 from jaxshare.models.mla import MLA
@@ -82,7 +82,7 @@ def _read_experts(version: int, fields: Fields, num_layers: int) -> dict[str, An
     dense = fields.take("first_k_dense_replace", int, 0)
     if fields.take("moe_layer_freq", int, 1) != 1:
         raise fields.error("moe_layer_freq", "only 1, experts in every later layer, is supported")
-    scoring = {2: "softmax", 3: "sigmoid"}[version]
+    scoring: Literal["softmax", "sigmoid"] = "softmax" if version == 2 else "sigmoid"
     if fields.take("scoring_func", str, scoring) != scoring:
         raise fields.error("scoring_func", f"in DeepSeek-V{version} it must be {scoring}")
     size = fields.positive("moe_intermediate_size", int)
@@ -136,18 +136,23 @@ def _check_groups(fields: Fields, moe: MoE) -> None:
         raise fields.error("num_experts_per_tok", f"a token can reach only {most} experts")
 
 
+_ATTENTION = {
+    "q_a": "q_a_proj",
+    "q_a_norm": "q_a_layernorm",
+    "q_b": "q_b_proj",
+    "kv_a": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm",
+    "kv_b": "kv_b_proj",
+    "k_b": "k_b_proj",
+    "v_b": "v_b_proj",
+}
 _MODULES = {
-    ("attention", part): f"self_attn.{name}"
-    for part, name in {
-        "q_a": "q_a_proj",
-        "q_a_norm": "q_a_layernorm",
-        "q_b": "q_b_proj",
-        "kv_a": "kv_a_proj_with_mqa",
-        "kv_a_norm": "kv_a_layernorm",
-        "kv_b": "kv_b_proj",
-        "k_b": "k_b_proj",
-        "v_b": "v_b_proj",
-    }.items()
+    **{("attention", part): f"self_attn.{name}" for part, name in _ATTENTION.items()},
+    **{
+        ("moe", "shared", part): f"mlp.shared_experts.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
+    ("moe",): "mlp.gate",  # with the bias by which experts are chosen
 }
 """k_b_proj and v_b_proj are rows of kv_b_proj, and names in messages alone."""
 

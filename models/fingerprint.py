@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.packed import unpack
+from jaxshare.models.packed import kv_modules, unpack
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -21,7 +21,7 @@ def bit_sums(params: dict[str, Any], config: ModelConfig, repeats: int) -> dict[
     """
 
     def of_one(keys: Any, value: Array) -> Array:
-        if keys[-2].key in ("k", "v"):
+        if keys[-2].key in kv_modules(config):
             value = value.reshape(config.num_kv_heads, -1)[::repeats]
         bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
         bits = bits.astype(jnp.uint32)

@@ -19,21 +19,26 @@ class RMSNorm(nn.Module):
       eps: is added to the mean of squares.
       implementation: "cpu", or None on a CPU, for one kernel.
       adds_one: multiply by 1 + scale, and round after it (Gemma).
+      axis: the mesh axis over which x is split in equal parts.
     """
 
     eps: float
     implementation: Implementation = "xla"
     adds_one: bool = False
+    axis: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
         init = nn.initializers.zeros if self.adds_one else nn.initializers.ones
         scale = self.param("scale", init, (x.shape[-1],))
-        found = None if self.adds_one else cpu.rms_norm(x, scale, self.eps, self.implementation)
+        plain = not self.adds_one and self.axis is None
+        found = cpu.rms_norm(x, scale, self.eps, self.implementation) if plain else None
         if found is not None:
             return found
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        square = square if self.axis is None else jax.lax.pmean(square, self.axis)
+        wide = wide * jax.lax.rsqrt(square + self.eps)
         if self.adds_one:
             return (wide * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
         return scale.astype(x.dtype) * wide.astype(x.dtype)

@@ -25,6 +25,11 @@ def part_sizes(config: ModelConfig) -> dict[str, dict[str, int]]:
     return gate_up if config.mla else qkv | gate_up
 
 
+def kv_modules(config: ModelConfig) -> tuple[str, ...]:
+    """The modules whose parameters are those of kv heads, one head after the other."""
+    return ("k", "v", "k_norm") if config.qk_norm_whole else ("k", "v")
+
+
 def pack(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """Packs the projections of every layer.
 

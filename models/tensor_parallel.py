@@ -22,6 +22,7 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder, Params
+from jaxshare.models.packed import kv_modules
 from jaxshare.sharding import TENSOR, LogicalAxes, axis_in_use, axis_size, inside, on_each
 from jaxshare.trace.attention import TraceBatch
 
@@ -50,6 +51,8 @@ def logical_axes(path: ParamPath, config: ModelConfig, mesh: Mesh) -> LogicalAxe
     *_, parent, module, leaf = "", *path
     if leaf in _KERNELS:
         return _KERNELS[leaf]
+    if config.qk_norm_whole and module in ("q_norm", "k_norm"):
+        module = module[0]
     names = _KERNELS.get(module, (None, None))
     names = names if leaf in ("kernel", "embedding") else names[:1]
     if parent != "moe" or module not in ("gate", "up", "down"):
@@ -218,7 +221,9 @@ def _indivisible(config: ModelConfig, n: int) -> str:
 
 def repeats(path: ParamPath, config: ModelConfig, mesh: Mesh) -> int:
     """Returns how many copies of each head a parameter of `config` has on a mesh."""
-    return fit(config, mesh).num_kv_heads // config.num_kv_heads if path[-2] in ("k", "v") else 1
+    if path[-2] not in kv_modules(config):
+        return 1
+    return fit(config, mesh).num_kv_heads // config.num_kv_heads
 
 
 def fit_params(

@@ -27,6 +27,9 @@ from scripts.bench.parts.agents.held import BREADTH
 from scripts.bench.parts.agents.held import goals as held_goals
 from scripts.bench.parts.agents.held import measure as measure_held
 from scripts.bench.parts.agents.held import rows as held_rows
+from scripts.bench.parts.agents.kept import goals as kept_goals
+from scripts.bench.parts.agents.kept import measure as measure_kept
+from scripts.bench.parts.agents.kept import rows as kept_rows
 
 AGENTS, STATES = 1000, 10
 MICROSECONDS_GOAL, LEAK_GOAL = 50.0, 0.0
@@ -240,6 +243,13 @@ def as_text(report: dict[str, Any]) -> str:
             "firing",
             "",
             table(("holds", "us a wait", "MB at most"), held_rows(held)),
+            "",
+            "One path whose states may all be fired again, and some of them at its end",
+            "",
+            table(
+                ("keeps", "holds", "us a wait", "MB for that", "ms again"),
+                kept_rows(report["kept"]),
+            ),
         ]
     )
 
@@ -305,8 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "settings": settings,
         "results": results,
         "held": measure_held(Ready(), max(1, options.rounds // 3)),
+        "kept": measure_kept(Ready(), max(1, options.rounds // 3)),
     }
-    found = [*goals(results), *held_goals(report["held"])]
+    found = [*goals(results), *held_goals(report["held"]), *kept_goals(report["kept"])]
     finish(report, as_text(report), found, as_json=options.json, output=options.output)
     return 0
 

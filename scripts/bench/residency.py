@@ -3,7 +3,8 @@
     python -m scripts.bench.residency                           # the full measurement
     python -m scripts.bench.residency --quick                   # within three minutes on two cores
     python -m scripts.bench.residency --rounds 7,21 --capacities 9000 --seeds 5
-    python -m scripts.bench.residency --no-engine               # the tree alone: seconds
+    python -m scripts.bench.residency --no-engine --no-agents   # the tree alone: seconds
+    python -m scripts.bench.residency --plots FOLDER            # a run of the agents in pictures
     python -m scripts.bench.residency --json --output FILE      # one JSON object
 
 The workload is that of section 8.3 of Hive (scripts/bench/parts/residency/workflow.py), on two
@@ -11,11 +12,13 @@ caches. One is a radix tree of tokens without a model (scripts/bench/parts/resid
 it counts is exact and the same on every machine. The other is the engine itself, with a model that
 does next to nothing and has the whole workflow in its context: it answers the calls one after the
 other. `plain` is the paper's own order, by contribution and recency alone; `optimum` is given
-all calls to come. How to read the result is in benchmarks/README.md.
+all calls to come.
+
+The third part runs the workflow as agents, several side by side, on an engine with the embedded
+model (scripts/bench/parts/residency/concurrent.py): by policy, with times. How to read the result
+is in benchmarks/README.md.
 """
 
-import argparse
-import dataclasses
 import functools
 import itertools
 import sys
@@ -36,7 +39,6 @@ from jaxshare.serving.kvcache.policy import Policy
 from jaxshare.serving.kvcache.pool import whole_tiles
 from scripts.bench.lib import (
     Goal,
-    Parser,
     alternate,
     command,
     finish,
@@ -45,19 +47,11 @@ from scripts.bench.lib import (
     versions,
     write_checkpoint,
 )
+from scripts.bench.parts.residency import concurrent
+from scripts.bench.parts.residency.options import ANSWER, Options, parse
 from scripts.bench.parts.residency.tree import Counts, compulsory, simulate
 from scripts.bench.parts.residency.workflow import HOT, VOCABULARY, Call, workflow
 
-ROUNDS = (7, 21)
-CAPACITY = 9000
-"""Tokens; the longest prompts have 5,000 to 6,000. The goals are set at the first capacity that is
-given."""
-CAPACITIES = (CAPACITY, 8000, 10000, 12000)
-SEEDS, QUICK_SEEDS = 5, 2
-
-ANSWER = (VOCABULARY,) * 8
-"""What the engine's model says to everything, since its sampler lets nothing else pass; no prompt
-has that token."""
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -297,80 +291,6 @@ def as_text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of a run; seeds and capacities as `--quick` has them where not given."""
-
-    rounds: tuple[int, ...]
-    capacities: tuple[int, ...]
-    seeds: tuple[int, ...]
-    engine: bool
-    quick: bool
-    json: bool
-    output: Path | None
-
-
-def parse(arguments: Sequence[str] | None) -> Options:
-    parser = Parser(prog="scripts.bench.residency", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--rounds",
-        default=",".join(map(str, ROUNDS)),
-        metavar="N,...",
-        help="of the workflow (default %(default)s)",
-    )
-    parser.add_argument(
-        "--capacities",
-        metavar="N,...",
-        help="tokens that the memory holds; the goals are for the first "
-        f"(default {','.join(map(str, CAPACITIES))}; quick {CAPACITY})",
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        help=f"workflows with other texts and lengths (default {SEEDS}; quick {QUICK_SEEDS})",
-    )
-    parser.add_argument(
-        "--engine",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="run the calls on the engine, too, at the first capacity (quick: the first rounds and "
-        "one workflow)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="fewer workflows and one capacity: within three minutes on two cores",
-    )
-    parser.reporting()
-    given = parser.parse_args(arguments)
-    rounds = parser.numbers("--rounds", given.rounds, "7,21")
-    default = (CAPACITY,) if given.quick else CAPACITIES
-    capacities = (
-        default
-        if given.capacities is None
-        else parser.numbers("--capacities", given.capacities, "9000,12000")
-    )
-    seeds = given.seeds if given.seeds is not None else QUICK_SEEDS if given.quick else SEEDS
-    if seeds < 1:
-        parser.error(f"--seeds is {seeds}, but there must be one workflow at least")
-    longest = max(len(call.tokens) for seed in range(seeds) for call in workflow(max(rounds), seed))
-    if min(capacities) < longest:
-        parser.error(
-            f"--capacities has {min(capacities)}, but the longest prompt of these workflows has "
-            f"{longest} tokens, and a call needs all of its prompt in memory"
-        )
-    if given.engine and whole_tiles(capacities[0]) < longest + len(ANSWER):
-        parser.error(
-            f"--capacities begins with {capacities[0]}, which the engine rounds down to "
-            f"{whole_tiles(capacities[0])}, but the longest call has {longest + len(ANSWER)} "
-            "tokens with its answer; give more, or --no-engine"
-        )
-    parser.check_output(given.output)
-    return Options(
-        rounds, capacities, tuple(range(seeds)), given.engine, given.quick, given.json, given.output
-    )
-
-
 def served(options: Options) -> list[dict[str, Any]]:
     """The same on the engine."""
     run, capacity, found = functools.partial(serve, small_model()), options.capacities[0], []
@@ -390,8 +310,30 @@ def served(options: Options) -> list[dict[str, Any]]:
     return found
 
 
+def measured_agents(options: Options) -> list[dict[str, Any]]:
+    """The workflow by concurrent agents, for each number of rounds."""
+    if options.plots is not None:
+        options.plots.mkdir(parents=True, exist_ok=True)
+    if options.quick:
+        return concurrent.measure(
+            tasks=concurrent.QUICK_TASKS,
+            rounds=options.rounds[0],
+            repeats=options.repeats,
+            policies=("contribution", "lru"),
+            with_host=False,
+            plots=options.plots,
+        )
+    return [
+        result
+        for rounds in options.rounds
+        for result in concurrent.measure(
+            tasks=concurrent.TASKS, rounds=rounds, repeats=options.repeats, plots=options.plots
+        )
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
+    options = parse(arguments, __doc__.splitlines()[0])
     asked = command(
         [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
     )
@@ -408,12 +350,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if options.engine:
         results += served(options)
+    agents = measured_agents(options) if options.agents else []
     settings = {
         "rounds": options.rounds,
         "capacities": options.capacities,
         "seeds": options.seeds,
         "hot": sorted(HOT),
         "engine": options.engine,
+        "repeats": options.repeats,
         "quick": options.quick,
     }
     report = {
@@ -423,11 +367,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "versions": versions(("jax", "numpy")),
         "settings": settings,
         "results": results,
+        "agents": agents,
     }
     finish(
         report,
-        as_text(report),
-        goals(results, options.capacities[0]),
+        "\n".join([as_text(report), *concurrent.lines(agents)]),
+        [*goals(results, options.capacities[0]), *concurrent.goals(agents)],
         as_json=options.json,
         output=options.output,
     )

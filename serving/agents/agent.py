@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from jaxshare.argument_checks import shown
+from jaxshare.serving.agents.compiler.duplicates import shared
 from jaxshare.serving.agents.compiler.flow_graph import FlowGraph
-from jaxshare.serving.agents.compiler.frames import shared
 from jaxshare.serving.agents.compiler.program import (
     Program,
     bound_arguments,
@@ -29,7 +29,7 @@ class Agent:
       program: the compiled function; None if states are always restored by replay, by choice or
         because it cannot be compiled.
       restore: "copy" or "replay", the only way in which a state is restored; None for a copy where
-        there can be one, and else a replay.
+        there can be one that is worth it, and else a replay; see `keeping`.
       supervisor: the pattern that the supervisor of each run is copied from.
     """
 
@@ -79,6 +79,13 @@ class Agent:
         """The file with the function."""
         return self.function.__code__.co_filename
 
+    def is_same_as(self, other: "Agent") -> bool:
+        """True for an agent of the same function, under any supervisor, or of a later copy of it."""
+        return (self.file, self.function.__qualname__) == (
+            other.file,
+            other.function.__qualname__,
+        )
+
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises a TypeError for arguments that do not fit the function."""
         bound_arguments(self.name, self.signature, args, kwargs)
@@ -114,7 +121,7 @@ def agent(
     Args:
       supervisor: searches the agent's states.
       restore: "copy" or "replay" to allow one of them alone; None for a copy where everything in
-        the state can be copied, and else a replay.
+        the state can be copied and that costs little for the waits of its path, and else a replay.
 
     Raises:
       TypeError: the function is not an async def, or the supervisor is not a supervisor.

@@ -141,7 +141,8 @@ class EngineModel:
             seed=call.seed,
             agent_id=call.agent,
             resample=self._resample,
-            next_seed=call.next_seed,
+            next_seed=call.next_seed if self._resample == "stepwise" else None,
+            place=call.place,
         )
         try:
             if tell is not None:

@@ -8,12 +8,14 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
 from jaxshare.serving.agents.channels import Children
 from jaxshare.serving.agents.choices import Picked
-from jaxshare.serving.agents.compiler.frames import Frame, duplicate
+from jaxshare.serving.agents.compiler.duplicates import CostlyError, duplicate
+from jaxshare.serving.agents.compiler.frames import Frame
 from jaxshare.serving.agents.compiler.program import (
     Program,
     Returned,
@@ -21,6 +23,7 @@ from jaxshare.serving.agents.compiler.program import (
     snapshot,
 )
 from jaxshare.serving.agents.dialogues import Held, paused, resumed
+from jaxshare.serving.agents.keeping import SMALL
 from jaxshare.serving.agents.recorded import record_for
 from jaxshare.serving.agents.requests import (
     REQUESTS,
@@ -251,18 +254,32 @@ def leave(run: AgentRun, state: State) -> None:
 
 
 def keep_frame(run: AgentRun, state: State) -> None:
-    """Keeps a copy of the frame that waits in a state, if there can be one."""
+    """Keeps a copy of the frame that waits in a state, if there can be one that is worth it."""
     course, program = state.course, run.agent.program
     if state.frame is not None or state.is_uncopied or course is None:
         return
-    if isinstance(course.code, Compiled) and course.code.inner is None:
-        assert program is not None
-        course.code.frame.beside = course.held
-        try:
-            state.frame = snapshot(course.code.frame, program, strict=run.agent.restore is None)
-            state.context = course.context.copy()
-            return
-        except UncopyableError:
-            if run.agent.restore == "copy":
-                raise
-    state.is_uncopied = True
+    if not isinstance(course.code, Compiled) or course.code.inner is not None:
+        state.is_uncopied = True
+        return
+    assert program is not None
+    waits, past, forced = len(state.path), state.past, run.agent.restore == "copy"
+    limit = None if forced else past.limit(waits, can_begin=run.arguments is not None)
+    recall = functools.partial(run.runtime.recall, run, state)
+    if limit == 0:
+        state.recall = recall
+        return
+    course.code.frame.beside = course.held
+    state.past = past.without_copy(waits)
+    try:
+        state.frame = snapshot(course.code.frame, program, strict=not forced, limit=limit)
+    except CostlyError:
+        state.recall = recall
+        return
+    except UncopyableError:
+        if forced:
+            raise
+        state.is_uncopied = True
+        if limit is None or limit <= SMALL:
+            state.past = past
+        return
+    state.context, state.past = course.context.copy(), past.with_copy(waits, state.frame.size)

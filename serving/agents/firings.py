@@ -125,6 +125,7 @@ async def _run_coroutine(runtime: Host, run: AgentRun, state: State, now: Firing
     if journal is not None and (replay := journal.lookup(key, state.waiting)):
         value, messages = replay()
         if value != _ASKS:
+            now.is_bound = True  # perhaps: the coroutine was not run
             return value, messages
     if now.path[-1] and run.agent.restore == "copy":
         raise AgentError(
@@ -166,7 +167,7 @@ def _until_request(state: State, now: Firing) -> Generator[Any, Any, Any]:
             return Went(course, Reached(at.request, state.line))
         if asyncio.isfuture(at.request):
             at.request._asyncio_future_blocking = True
-        value, error = None, None
+        value, error, now.is_bound = None, None, True
         try:
             value = yield at.request if asyncio.isfuture(at.request) else None
         except BaseException as raised:
@@ -226,7 +227,7 @@ def run_to_next_wait(
         leave(run, state)
         new.frame, new.context = state.frame, state.context
         new.is_uncopied, new.is_followed = state.is_uncopied, True
-        new.children, new.positions = state.children, state.positions
+        new.children, new.positions, new.past = state.children, state.positions, state.past
         new.line, new.waiting = state.line, value.request
         new.course, state.course = state.course, None
         return
@@ -255,6 +256,8 @@ def run_to_next_wait(
             new.children, new.positions = course.children, course.children.kept()
         else:
             new.line, new.waiting = at.line, at.request
+            is_bound = now.is_bound or asyncio.isfuture(state.waiting)
+            new.past = state.past.after(is_own_awaitable(state.waiting), is_bound)
             keep(run, new, course)
     except (KeyboardInterrupt, SystemExit):
         raise

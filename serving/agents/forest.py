@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.feedback import (
     Source,
     check_source,
@@ -14,7 +15,6 @@ from jaxshare.serving.agents.feedback import (
 from jaxshare.serving.agents.judging import Judged
 from jaxshare.serving.agents.repeated_runs import check_positive, majority
 from jaxshare.serving.agents.states import (
-    Budget,
     Inquiry,
     State,
     Supervisor,
@@ -145,6 +145,17 @@ class ForestOfThoughts(Supervisor):
             if number not in self._inactive
             for state in states
         ]
+
+    def pending(self) -> list[State] | None:
+        states = [*self._ready, *(state for each in (self._held or {}).values() for state in each)]
+        states += [thought for each in self._corrections.values() for thought in each.thoughts]
+        for tree in self._trees:
+            if not tree.over:
+                more = tree.pending()
+                if more is None:
+                    return None
+                states += more
+        return states
 
     # States of the trees.
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from jaxshare.serving.agents.channels import Channel
 from jaxshare.serving.agents.courses import keep_frame
 from jaxshare.serving.agents.errors import AgentError
+from jaxshare.serving.agents.places import SHOWN
 from jaxshare.serving.agents.runs import AgentRun, Host, check_limits
 from jaxshare.serving.agents.states import Single, State, Supervisor
 
@@ -111,11 +112,14 @@ def _owners(run: AgentRun) -> list[AgentRun]:
 
 
 def _id(old: AgentRun, by: AgentRun, path: tuple[int, ...]) -> str:
-    """The id of a fork: that of the run, and the firing that makes it."""
+    """The id of a fork: that of the child, and the firing that makes it, or a digest of both."""
+    above, slash, last = old.id.rpartition("/")
+    child, is_fork, _ = last.partition("~")
     place = ".".join(map(str, path))
-    if by is not old.parent:
-        place = hashlib.blake2b(f"{by.id} {place}".encode(), digest_size=6).hexdigest()
-    return f"{old.id}~{place}"
+    if by is not old.parent or is_fork or len(path) > SHOWN:
+        whole = f"{old.id} {by.id} {place}".encode()
+        place = hashlib.blake2b(whole, digest_size=8).hexdigest()
+    return f"{above}{slash}{child}~{place}"
 
 
 def _tried(search: Search, run: str) -> Search | Exception:

@@ -56,7 +56,7 @@ def _ask(runtime: Host, run: AgentRun, inquiry: Inquiry, advance: Advance) -> No
         run.answers.append((inquiry, arrival))
         advance(run)
 
-    now = Firing(runtime, run, inquiry.path)
+    now = Firing(runtime, run, inquiry.path, inquiry.branch)
     arrival = consulted(runtime, inquiry.to, inquiry.args, now, inquiry.about.line, come)
     if arrival is not None:
         run.answers.append((inquiry, arrival))

@@ -16,7 +16,7 @@ from jaxshare.paths import WriteError, sync_folder, unwritable_file
 from jaxshare.serving import checksums
 from jaxshare.serving.locks import OutputLock
 
-FORMAT = "jaxshare agents journal 2"
+FORMAT = "jaxshare agents journal 3"
 _NUMBER = "number"
 _BEGIN = f'{{"{checksums.FIELD}": "'.encode()
 """Bytes that every line begins with."""

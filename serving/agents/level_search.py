@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.repeated_runs import check_positive
 from jaxshare.serving.agents.states import (
-    Budget,
     Inquiry,
     Paths,
     State,
@@ -32,6 +32,9 @@ class LevelSearch(Paths):
 
     def judges(self, state: State) -> bool:
         return super().judges(state) and (self._depth > 0 or state.finished)
+
+    def pending(self) -> Sequence[State]:
+        return [*self._ready, *(state for state in self._level if not state.ended)]
 
     def reached(self, state: State) -> None:
         if state.is_proposal and not state.ended:
@@ -164,6 +167,9 @@ class TreeOfThoughts(LevelSearch):
     def proposals(self, state: State) -> int:
         count = state.firings(1)
         return count if self.generate == "sample" else min(count, self.breadth)
+
+    def pending(self) -> Sequence[State]:
+        return [*super().pending(), *(state for state, _ in self._stack)]
 
     def keeps(self, state: State) -> bool:
         return self.vote is not None or self._is_good(state)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self, overload
 
 from jaxshare.argument_checks import shown
-from jaxshare.serving.agents.compiler.frames import duplicate
+from jaxshare.serving.agents.compiler.duplicates import duplicate
 from jaxshare.serving.agents.dialogue import Message, as_messages
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

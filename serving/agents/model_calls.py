@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 import threading
@@ -27,6 +28,7 @@ from jaxshare.serving.agents.requests import (
 )
 from jaxshare.serving.agents.result_sizes import check_value
 from jaxshare.serving.agents.runs import AgentRun, Host
+from jaxshare.serving.agents.search_places import search_place
 from jaxshare.serving.agents.states import State
 from jaxshare.serving.agents.streaming import answered
 
@@ -86,6 +88,9 @@ async def _answer(
 ) -> tuple[Any, Reply]:
     """(the value of one answer, the answer), after as many attempts as needed to parse it."""
     text, reason, chat = "", "", request.chat or _PLAIN
+    firing = path
+    while firing[-1] < 0:  # the last steps below 0 are parts of one wait
+        firing = firing[:-1]
     for attempt in range(request.retries + 1):
         if attempt:
             check_budget(run, 1)
@@ -96,12 +101,12 @@ async def _answer(
             _call_seed(runtime.seed, run.id, path, number, attempt),
             run.agent.name,
             run.id,
-            # Steps below 0, which come last, are parts of one wait.
-            path if path[-1] >= 0 else tuple(step for step in path if step >= 0),
+            firing,
             chat.tools,
             chat.variables,
             chat.grammar,
-            _call_seed(runtime.seed, run.id, _next_firing(path), number, attempt),
+            functools.partial(_next_call_seed, runtime.seed, run.id, path, number, attempt),
+            search_place(run, state, firing),
         )
         try:
             reply = await _reply(runtime, request, call, (run.id, path, number, attempt))
@@ -245,6 +250,11 @@ def _cost(run: AgentRun, reply: Reply) -> float:
 def _call_seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
     """The seed of one model call, which depends only on the position of the call in the program."""
     return stream_seed(seed, "call", run, len(path), *path, number, attempt)
+
+
+def _next_call_seed(seed: int, run: str, path: tuple[int, ...], number: int, attempt: int) -> int:
+    """The seed of the same call in the next firing of its state."""
+    return _call_seed(seed, run, _next_firing(path), number, attempt)
 
 
 def _next_firing(path: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.feedback import (
     Source,
     check_source,
@@ -10,7 +11,6 @@ from jaxshare.serving.agents.feedback import (
     with_feedback,
 )
 from jaxshare.serving.agents.states import (
-    Budget,
     Inquiry,
     Paths,
     State,
@@ -38,8 +38,14 @@ class _IndependentPaths(Paths):
         self._num_open = self.n
         self._ready += [root] * self.n
 
+    def refires(self, state: State) -> bool:
+        return state.waiting is None  # all paths part at the start
+
     def judges(self, state: State) -> bool:
         return self.value is not None and state.finished
+
+    def pending(self) -> Sequence[State]:
+        return self._ready
 
     def reached(self, state: State) -> None:
         if not state.ended:
@@ -138,6 +144,9 @@ class SelfRefine(Paths):
         self._finished: list[State] = []
         self._inquiry: Inquiry | None = None
         self._ready.append(root)
+
+    def refires(self, state: State) -> bool:
+        return state.waiting is None  # every round begins anew
 
     def judges(self, state: State) -> bool:
         return self.value is not None and state.finished

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from jaxshare import Grammar
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
 from jaxshare.deprecated import renamed
+from jaxshare.serving.agents.answer_options import Options, cached_options
 from jaxshare.serving.agents.dialogue import Message, as_messages
 from jaxshare.serving.agents.message_list import DialoguePlace, MessageList, place_in
 from jaxshare.serving.agents.result_sizes import MOST_BYTES, MOST_CHARACTERS
@@ -22,35 +23,7 @@ from jaxshare.serving.chat import (
     as_returns,
     as_tools,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of a model's answer. None leaves an option to the model's own setting.
-
-    Attributes:
-      max_new_tokens: limit of the answer's tokens; an engine's is 256 unless its sampler has one.
-      temperature, top_k, top_p, min_p: sampling settings.
-      stop: the answer ends before the first of these texts.
-    """
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens is {self.max_new_tokens}; an answer has at least one token"
-            )
-        as_texts("stop", self.stop)
-
-
-_options = functools.lru_cache(Options)
-"""Cached, since most calls of a run have equal options, and checking them takes longer."""
+from jaxshare.serving.kvcache.policy import SearchPlace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +254,7 @@ def llm(
     if n is not None:
         n = as_integer("n", n, 1, why=": there is at least one answer")
     _check_effort(retries, timeout)
-    options = _options(
+    options = cached_options(
         None if max_new_tokens is None else as_integer("max_new_tokens", max_new_tokens, 1),
         None if temperature is None else as_float("temperature", temperature),
         None if top_k is None else as_integer("top_k", top_k),
@@ -400,7 +373,8 @@ class ModelCall:
       chat_template_kwargs: further variables of the chat template.
       grammar: what the text of the answer has to be; a model that cannot constrain its answers may
         ignore it, since they are checked anyway.
-      next_seed: the seed of this call in the state's next firing, if there is one.
+      make_next_seed: makes `next_seed`, which only a model that computes ahead asks for.
+      place: of the call in its run's search; None where nothing is known of the states to come.
     """
 
     messages: tuple[Message, ...]
@@ -412,7 +386,15 @@ class ModelCall:
     tools: tuple[FunctionTool, ...] = ()
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     grammar: Grammar | None = None
-    next_seed: int | None = None
+    make_next_seed: Callable[[], int] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+    place: SearchPlace | None = None
+
+    @property
+    def next_seed(self) -> int | None:
+        """The seed of this call in the state's next firing, if there is one."""
+        return None if self.make_next_seed is None else self.make_next_seed()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""Restoring a state that is fired: its own course, a copy of its frame, or a replay of its record."""
+"""Restoring a state that is fired: its own course, a copy of its frame, or a replay of its record.
+
+A replay runs the agent on from the nearest copy above, or again from its beginning.
+"""
 
 import asyncio
 import contextvars
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxshare.argument_checks import shown
 from jaxshare.serving.agents.channels import Children
-from jaxshare.serving.agents.compiler.frames import duplicate
+from jaxshare.serving.agents.compiler.duplicates import duplicate
 from jaxshare.serving.agents.compiler.program import Returned, UncopyableError, snapshot
 from jaxshare.serving.agents.courses import (
     Compiled,
@@ -34,7 +37,7 @@ from jaxshare.serving.agents.requests import (
     Together,
     Tool,
 )
-from jaxshare.serving.agents.runs import AgentRun, Firing
+from jaxshare.serving.agents.runs import AgentRun, Firing, Handle
 from jaxshare.serving.agents.states import State
 
 
@@ -47,7 +50,7 @@ def taken(
       again: whether another firing has gone on with the coroutine that the state waits for.
 
     Raises:
-      DivergedError, UncopyableError: see `replayed`.
+      DivergedError, UncopyableError: see `_run_again`.
     """
     if not again and now.path[-1] == 0 and (course := state.course) is not None:
         # The first firing, however late its outcome is: so which path goes on does not depend on
@@ -59,23 +62,49 @@ def taken(
         keep_frame(run, state)
     children = now.children or Children(state.positions, is_copy=True)
     if not again and state.frame is not None:
-        now.restored, program = "copy", run.agent.program
-        assert program is not None and state.context is not None
-        code = Compiled(program, snapshot(state.frame, program))
-        return Course(code, state.context.copy(), children, code.frame.beside), None
+        now.restored = "copy"
+        return _beginning(run, state, children, is_native=False), None
     now.restored = "replay"
     if run.agent.restore == "copy":
         raise UncopyableError(
             f"agent {run.agent.name} waits in line {state.line} in a coroutine, which cannot be "
             'copied; leave restore="copy" out, or wait in the agent itself'
         )
-    return replayed(run, state, now, children)
+    return _replayed(run, state, now, children)
 
 
-def replayed(
+def recalled(run: AgentRun, state: State) -> Mapping[str, Any]:
+    """The variables of a state, by its record.
+
+    Raises:
+      DivergedError: see `_run_again`.
+    """
+    now = Firing(run.runtime, run, state.path, state.branch)
+    course, _ = _replayed(run, state, now, Children(state.positions, is_copy=True))
+    return course.code.variables
+
+
+def _replayed(
     run: AgentRun, state: State, now: Firing, children: Children
 ) -> tuple[Course, Reached | Returned | None]:
-    """Runs an agent again from its beginning to a state, with the outcomes that led there.
+    """The course of `_run_again`, whose error says what would do where copies would."""
+    try:
+        return _run_again(run, state, now, children)
+    except DivergedError as error:
+        if run.agent.program is None or state.is_uncopied:
+            raise
+        raise DivergedError(
+            f'{error}, or have all states copied, whatever they hold: @agent(restore="copy")'
+        ) from error.__cause__
+
+
+def _run_again(
+    run: AgentRun, state: State, now: Firing, children: Children
+) -> tuple[Course, Reached | Returned | None]:
+    """Runs an agent to a state, with the outcomes that led there.
+
+    It begins at the nearest copy above, or anew if there is none, or if a coroutine was awaited
+    since then: only Python itself can run to a wait within one.
 
     Returns:
       (the course, where it is if that is beyond the state, since it ran through the coroutine that
@@ -85,26 +114,20 @@ def replayed(
       DivergedError: the agent did not come to the waits of its record.
       UncopyableError: an argument that has changed since, or a wait for asyncio, prevents it.
     """
-    if run.arguments is None:
-        raise UncopyableError(
-            f"agent {run.agent.name} cannot be run again, since its arguments cannot be copied "
-            f"({run.uncopied}); make a list of an iterator, and open files in the agent"
-        ) from run.uncopied
     steps, first = [], state
-    while first.waiting is not None:
+    through = is_own_awaitable(state.waiting)
+    is_native = through or run.agent.program is None
+    while first.waiting is not None and (is_native or first.frame is None):
         first = first.stands_for or first
         steps.append(first)
         assert first.parent is not None
         first = first.parent
-    args, kwargs = duplicate(run.arguments, {})
+        is_native = is_native or is_own_awaitable(first.waiting)
     steps.reverse()
-    course = Course(
-        Native(run.agent.function(*args, **kwargs)), contextvars.copy_context(), children
-    )
+    course = _beginning(run, first, children, is_native)
     # What runs beyond the record is a part of this firing.
-    again = Firing(now.runtime, run, now.path, events=now.events, recorded=now.recorded)
+    again = Firing(now.runtime, run, now.path, now.branch, events=now.events, recorded=now.recorded)
     again.replays, again.readings, at = deque(), deque(), None
-    through = is_own_awaitable(state.waiting)
     parts = _parts(steps)
     for step, passed in parts:
         parent = step.parent
@@ -128,6 +151,31 @@ def replayed(
         return course, None
     _check_same(run, state, at)
     return course, None
+
+
+def _beginning(run: AgentRun, first: State, children: Children, is_native: bool) -> Course:
+    """A course at a state with a copy, or else at the beginning of an agent.
+
+    Args:
+      is_native: have Python itself run the agent from its beginning.
+    """
+    program = None if is_native else run.agent.program
+    if program is not None and first.frame is not None:
+        assert first.context is not None
+        code = Compiled(program, snapshot(first.frame, program))
+        return Course(code, first.context.copy(), children, code.frame.beside)
+    if run.arguments is None:
+        raise UncopyableError(
+            f"agent {run.agent.name} cannot be run again, since its arguments cannot be copied "
+            f"({run.uncopied}); make a list of an iterator, and open files in the agent"
+        ) from run.uncopied
+    args, kwargs = duplicate(run.arguments, {})
+    made = (
+        Native(run.agent.function(*args, **kwargs))
+        if program is None
+        else Compiled(program, program.begin(args, kwargs))
+    )
+    return Course(made, contextvars.copy_context(), children)
 
 
 def _parts(steps: list[State]) -> list[tuple[State, list[State]]]:
@@ -170,7 +218,8 @@ def _went(run: AgentRun, step: State, go: Callable[[], Reached | Returned]) -> R
 
 def _check_same(run: AgentRun, state: State, at: Reached) -> None:
     """Raises an error unless a replay waits for what the state waited for."""
-    was, now = state.waiting, at.request
+    was: Any = state.waiting
+    now: Any = at.request.result() if isinstance(at.request, Handle) else at.request
     if asyncio.isfuture(now) or isinstance(now, Pause):
         raise UncopyableError(
             f"agent {run.agent.name} waits in line {at.line} for a coroutine of asyncio, which "

@@ -7,19 +7,20 @@ import dataclasses
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from typing import Any, Protocol
 
 from jaxshare.deprecated import renamed
 from jaxshare.serving.agents.agent import Agent
+from jaxshare.serving.agents.budgets import Spent
 from jaxshare.serving.agents.channels import Channel, Children
 from jaxshare.serving.agents.compiler import program
-from jaxshare.serving.agents.compiler.frames import shared
+from jaxshare.serving.agents.compiler.duplicates import shared
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
 from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
-from jaxshare.serving.agents.states import Arrival, Inquiry, Single, Spent, State, Supervisor
+from jaxshare.serving.agents.states import Arrival, Inquiry, Single, State, Supervisor
 from jaxshare.serving.agents.streaming import OnToken
 from jaxshare.serving.agents.watchdog import Watchdog
 
@@ -51,6 +52,7 @@ class Host(Protocol):
     def resume(self, child: "AgentRun", value: Any, now: "Firing | None") -> None: ...
     def arrive(self, run: "AgentRun", state: State, arrival: Arrival) -> None: ...
     def fork(self, channel: Channel, by: "AgentRun", path: tuple[int, ...]) -> None: ...
+    def recall(self, run: "AgentRun", state: State) -> Mapping[str, Any]: ...
     def keep_copy(self, run: "AgentRun", resumes: int | None) -> None: ...
     def call_off(self, run: "AgentRun") -> None: ...
     def keep_task(self, tidied: Coroutine[Any, Any, None]) -> None: ...
@@ -211,6 +213,8 @@ class Firing:
       recorded: what the code has read of clocks and random numbers, as (function, value).
       readings: in a replay, what it read then and has not read again.
       is_beyond: whether a replay goes on where its record ends.
+      branch: of the path; see `jaxshare.serving.agents.places`.
+      is_bound: whether the agent has awaited asyncio outside a tool, which is not done again.
       children: of the path that the code is on.
       dialogue: the agent's own, as the code that is running found it; `own` is it as a value, once
         the code has asked for that.
@@ -220,12 +224,14 @@ class Firing:
     runtime: Host
     run: AgentRun
     path: tuple[int, ...]
+    branch: str
     spawned: int = 0
     events: list[Handle | Exception | None] = dataclasses.field(default_factory=list)
     replays: deque[Handle | Exception | None] | None = None
     recorded: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
     readings: deque[tuple[str, Any]] | None = None
     is_beyond: bool = False
+    is_bound: bool = False
     children: Children | None = None
     dialogue: tuple[Message, ...] = ()
     own: MessageList | None = None
@@ -265,7 +271,8 @@ def spawn(agent: Agent, /, *args: Any, **kwargs: Any) -> Handle:
         now.events.append(handle)
         return handle
     handle = now.replays.popleft() if now.replays else None
-    if not isinstance(handle, Handle) or handle._run.agent is not agent:
+    # By name and place, since one with another supervisor, or defined in an agent, is made anew.
+    if not isinstance(handle, Handle) or not agent.is_same_as(handle._run.agent):
         raise _diverged(now, f"spawns {agent.name}")
     return handle
 

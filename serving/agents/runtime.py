@@ -35,8 +35,10 @@ from jaxshare.serving.agents.messages import (
     resume,
 )
 from jaxshare.serving.agents.model_calls import UsedUpError
+from jaxshare.serving.agents.places import place_of
 from jaxshare.serving.agents.questions import Desk, Person
 from jaxshare.serving.agents.requests import Model, Yielded
+from jaxshare.serving.agents.restoring import recalled
 from jaxshare.serving.agents.runs import (
     AgentRun,
     Firing,
@@ -138,7 +140,7 @@ class Runtime(Streamed):
         self, by: Firing, agent: Agent, args: tuple[Any, ...], kwargs: dict[str, Any], line: int
     ) -> Handle:
         """Starts a child of the run whose code is running, or whose state is judged."""
-        id = f"{by.run.id}/{agent.name}@{'.'.join(map(str, by.path))}"
+        id = f"{by.run.id}/{agent.name}@{place_of(by.path, by.branch)}"
         if by.spawned > 0:
             id += f"#{by.spawned}"
         by.spawned += 1
@@ -315,7 +317,7 @@ class Runtime(Streamed):
             self._check_deadlock()
 
     def _start_firing(self, run: AgentRun, state: State, new: State) -> None:
-        now = Firing(self, run, new.path, events=new.events, recorded=new.recorded)
+        now = Firing(self, run, new.path, new.branch, events=new.events, recorded=new.recorded)
         now.dialogue = state.own_dialogue
         if state.waiting is None:
             self._run_code(run, state, new, now, Arrival())
@@ -396,6 +398,10 @@ class Runtime(Streamed):
         except Exception as error:
             return self._end_by_supervisor_error(run, error)
         self._advance(run)
+
+    def recall(self, run: AgentRun, state: State) -> Mapping[str, Any]:
+        """The variables of a state that is kept by its record; see `State.variables`."""
+        return recalled(run, state)
 
     # Sleeping states.
 

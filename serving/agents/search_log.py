@@ -7,8 +7,7 @@
     tree_picture(log.runs[0]).savefig("tree.png")
     timeline_picture(log).savefig("timeline.png")
 
-A search log shows which states a supervisor accepted and pruned. The agents' values are in it as
-text only.
+A search log has the states that a supervisor accepted and pruned, and values of agents as text.
 """
 
 import dataclasses
@@ -65,16 +64,15 @@ class LoggedState:
       fate: "accepted", on the path to the answer or the answer itself; "kept", it was continued;
         "pruned", it was not, or is an end that was not chosen; "failed", it raised an error;
         "waiting", a value from another agent was missing.
-      waits_for: "llm", "tool", "ask", "next", "result", "yield", "choose", "several" or "await"; "begin" before the
-        first wait,
-        "end" after the last.
+      waits_for: "llm", "tool", "ask", "next", "result", "yield", "choose", "several" or "await";
+        "begin" before the first wait, "end" after the last.
       line: the line in which it waits.
       score: the score given by the supervisor's value function, or None.
       fired: number of firings.
       value: the value of a finished state, or the error, as text.
-      began, ended: start and end of the firing that led to it, in seconds since the runtime's
-        start.
+      began, ended: of the firing that led to it, in seconds since the runtime's start.
       restored: how the fired state was restored: "original", "copy" or "replay"; see `State`.
+      end_error: the error that its code raised when it was ended, as text.
     """
 
     path: tuple[int, ...]
@@ -88,6 +86,7 @@ class LoggedState:
     began: float
     ended: float
     restored: str = ""
+    end_error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,6 +232,7 @@ def _logged_state(state: State, accepted_path: Mapping[tuple[int, ...], State]) 
         None if value is None and not state.finished else _short(value),
         *state.times,
         state.restored,
+        None if state.end_error is None else _short(state.end_error),
     )
 
 

@@ -8,16 +8,11 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from jaxshare.argument_checks import as_float
+from jaxshare.serving.agents import places
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.dialogue import Message
-from jaxshare.serving.agents.requests import (
-    ChildNext,
-    ChildResult,
-    Choose,
-    Llm,
-    Together,
-    Yielded,
-)
+from jaxshare.serving.agents.keeping import BEGINNING, Past
+from jaxshare.serving.agents.requests import ChildNext, ChildResult, Choose, Llm, Together, Yielded
 
 if TYPE_CHECKING:
     from jaxshare.serving.agents.compiler.frames import Frame
@@ -48,13 +43,15 @@ class State:
       fired: number of its firings.
       times: start and end of the firing that led to it, in seconds since the runtime's start.
       frame: a copy of the agent's variables and position in its code, if the state may be fired
-        again and one can be made.
+        again and one can be made and is worth it; see `jaxshare.serving.agents.keeping`.
       arrived: the outcome of a wait for another agent, once there.
       restored: how the parent was restored for the firing that led here: "original" (its own
-        frame went on), "copy" or "replay"; "" for the first state.
+        frame went on), "copy" or "replay" (by its record); "" for the first state.
       course: the code that waits here, a `jaxshare.serving.agents.courses.Course`, until a firing has taken it.
       context: its context variables, for copies.
       is_uncopied: whether its frame cannot be copied.
+      recall: makes the variables again, of a state that is kept by its record.
+      past: what the path to it has copied and awaited.
       is_followed: whether the agent's own code has not gone on in the firing that led here.
       given: the value or the error that the firing gave to the agent, and its own dialogue then,
         for replays.
@@ -63,6 +60,8 @@ class State:
       recorded: what the firing has read of clocks and random numbers, for replays.
       children: the children as the path to it sees them, and `positions` its place with each.
       stands_for: the state at whose wait the agent is, if a supervisor has made this one of it.
+      end_error: the error that its code raised when it was ended here, which changes nothing else.
+      branch: of its path; see `jaxshare.serving.agents.places`.
     """
 
     agent: str
@@ -85,6 +84,8 @@ class State:
     course: Any = dataclasses.field(default=None, repr=False)
     context: contextvars.Context | None = dataclasses.field(default=None, repr=False)
     is_uncopied: bool = False
+    recall: Callable[[], Mapping[str, Any]] | None = dataclasses.field(default=None, repr=False)
+    past: Past = BEGINNING
     is_followed: bool = False
     given: tuple[Any, BaseException | None, tuple[Message, ...]] = (None, None, ())
     events: list[Any] = dataclasses.field(default_factory=list, repr=False)
@@ -92,6 +93,12 @@ class State:
     children: Any = dataclasses.field(default=None, repr=False)
     positions: Mapping[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
     stands_for: "State | None" = dataclasses.field(default=None, repr=False)
+    end_error: BaseException | None = None
+    branch: str = dataclasses.field(default=places.FIRST, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if (above := self.parent) is not None:
+            self.branch = places.branch_after(above.branch, len(above.path), self.path[-1])
 
     @property
     def own_dialogue(self) -> tuple[Message, ...]:
@@ -138,11 +145,15 @@ class State:
         """A read-only view of the agent's variables.
 
         There are none once a state has been fired that is not kept: it cannot be copied, or its
-        supervisor fires it once.
+        supervisor fires it once. Those of a state that is kept by its record are made again, which
+        takes as long as to fire it again; a DivergedError says that they cannot be.
         """
-        held = self.frame
-        if held is None:
-            held = self.course.code.variables if self.course else {}
+        if self.frame is not None:
+            held: Mapping[str, Any] = self.frame
+        elif self.course:
+            held = self.course.code.variables
+        else:
+            held = self.recall() if self.recall else {}
         return types.MappingProxyType(
             {name: value for name, value in held.items() if "." not in name}
         )
@@ -175,67 +186,6 @@ class Arrival:
     children: tuple[Any, ...] = ()
 
 
-@dataclasses.dataclass
-class Spent:
-    """Model calls, their tokens and their price, of a run and of all that it has spawned."""
-
-    calls: int = 0
-    new_tokens: int = 0
-    prompt_tokens: int = 0
-    cost: float = 0.0
-
-    def add(self, calls: int, new_tokens: int, prompt_tokens: int, cost: float) -> None:
-        """Counts more."""
-        self.calls += calls
-        self.new_tokens += new_tokens
-        self.prompt_tokens += prompt_tokens
-        self.cost += cost
-
-
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """The budget of one run of an agent and all that it spawns; None is no limit.
-
-    The calls of a child, a judge or a voter count against the budgets of all runs above it, as
-    well as its own: once any of them is used up, the child asks the model no more. It then ends by
-    its best answer so far, or by a BudgetError, which its parent meets where it awaits the child.
-
-    Attributes:
-      calls: limit of model calls; each of n answers is one, and each retry. A firing that would
-        need one more is given up, and the run ends when nothing else can go on.
-      tokens: limit of generated tokens, with the same effect once it is reached; answers that are
-        under way at that time are completed and still counted.
-      seconds: limit of wall time; work that is under way at its end is cancelled, and children end.
-      money: limit of the prices of answers, in the unit of `Reply.cost`, with the effect of tokens.
-        A model that gives no prices is an error; `jaxshare.serving.agents.backends.Priced` gives
-        them by the token.
-    """
-
-    calls: int | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    money: float | None = None
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not as_float(f"{field.name} of a budget", value) > 0:
-                raise ValueError(
-                    f"{field.name} of a budget is {value}; give a number above 0, or None for no "
-                    "bound"
-                )
-
-    def used_up(self, spent: Spent, calls: int) -> str | None:
-        """The part of it that does not allow so many calls more, in words; None if all do."""
-        if self.calls is not None and spent.calls + calls > self.calls:
-            return f"{self.calls} calls"
-        if self.tokens is not None and spent.new_tokens >= self.tokens:
-            return f"{self.tokens} tokens"
-        if self.money is not None and spent.cost >= self.money:
-            return f"{self.money} of money"
-        return None
-
-
 @dataclasses.dataclass(frozen=True)
 class Inquiry:
     """An inquiry of a supervisor about states, such as which of them is best.
@@ -261,6 +211,12 @@ class Inquiry:
         """Its place in the tree of the run, below the state: no firing has such a number."""
         roles = get_args(type(self).__annotations__["role"])
         return *self.about.path, -2 - len(roles) * self.number - roles.index(self.role)
+
+    @property
+    def branch(self) -> str:
+        """The branch of that path."""
+        *above, step = self.path
+        return places.branch_after(self.about.branch, len(above), step)
 
 
 class Supervisor:
@@ -337,6 +293,13 @@ class Supervisor:
             the inquiry is about.
         """
 
+    def pending(self) -> Iterable[State] | None:
+        """The states that it may fire still, beside those under way; None if it may fire any.
+
+        An engine that knows them evicts first what it has cached of the paths that are over.
+        """
+        return None
+
     def refires(self, state: State) -> bool:
         """True if it may fire a state more than once, which is then kept as it is.
 
@@ -357,7 +320,7 @@ def supervisor_for_run(pattern: Any) -> Supervisor:
     for name in ("budget", "value", "evaluations", "over", "accepted"):
         if not hasattr(made, name):
             setattr(made, name, getattr(Supervisor, name))
-    for name in ("judges", "inquiries", "answered", "refires", "stop"):
+    for name in ("judges", "inquiries", "answered", "pending", "refires", "stop"):
         if not hasattr(made, name):
             setattr(made, name, types.MethodType(getattr(Supervisor, name), made))
     return made

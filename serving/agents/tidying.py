@@ -1,13 +1,20 @@
-"""Ending paths that nothing will go on with: their `finally` clauses and context managers run."""
+"""Ending paths that nothing will go on with: their `finally` clauses and context managers run.
+
+An error of theirs cannot change the run, which has its answer. It is logged, and kept with the
+state in which the path has ended.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import traceback
 from typing import Any
 
 from jaxshare.serving.agents.courses import Course, Reached
 from jaxshare.serving.agents.errors import EndedError
 from jaxshare.serving.agents.firings import answered
+from jaxshare.serving.agents.places import branch_after
 from jaxshare.serving.agents.requests import REQUESTS, Tool
 from jaxshare.serving.agents.runs import AgentRun, Firing, Host
 from jaxshare.serving.agents.states import State
@@ -16,6 +23,8 @@ _LAST = -(2**31)
 """The last step of the path of what a state awaits first at its end, below the parts of any wait."""
 SECONDS = 10.0
 """Limit of what a path awaits at its end."""
+
+_log = logging.getLogger("jaxshare.agents")
 
 
 def tidy(runtime: Host, run: AgentRun) -> None:
@@ -30,21 +39,46 @@ def tidy(runtime: Host, run: AgentRun) -> None:
         if state.waiting is None or runtime.desk.is_paused:  # a pause is not the end of a path
             _close(course)
             continue
-        now = Firing(runtime, run, (*state.path, -1), dialogue=state.own_dialogue)
-        reached = _went(course, now, None, asyncio.CancelledError())
+        branch = branch_after(state.branch, len(state.path), -1)
+        now = Firing(runtime, run, (*state.path, -1), branch, dialogue=state.own_dialogue)
+        reached = _went(course, now, state, None, asyncio.CancelledError())
         if reached is not None:
             runtime.keep_task(_tidied(course, now, reached, state))
 
 
-def _went(course: Course, now: Firing, value: Any, error: BaseException | None) -> Reached | None:
+def _went(
+    course: Course, now: Firing, state: State, value: Any, error: BaseException | None
+) -> Reached | None:
     """Runs the code on; the wait that it comes to, or None at its end."""
     try:
         reached = course.go(now, value, error)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException:
+    except asyncio.CancelledError:
+        return None
+    except BaseException as failed:
+        _report(now, state, failed)
         return None
     return reached if isinstance(reached, Reached) else None
+
+
+def _report(now: Firing, state: State, error: BaseException) -> None:
+    """Logs an error of a path that is being ended, and keeps it with the path's last state."""
+    state.end_error, agent = error, now.run.agent
+    lines = [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == agent.file
+    ]
+    _log.warning(
+        "agent %s was ended where it waits in line %d of %s, and its code for that raised %r in "
+        "line %d; nothing else has changed by it",
+        agent.name,
+        state.line,
+        agent.file,
+        error,
+        lines[0] if lines else state.line,
+    )
 
 
 async def _tidied(course: Course, now: Firing, reached: Reached | None, state: State) -> None:
@@ -59,8 +93,9 @@ async def _tidied(course: Course, now: Firing, reached: Reached | None, state: S
                     raise
                 except Exception as raised:
                     error = raised
-                reached, number = _went(course, now, value, error), number + 1
+                reached, number = _went(course, now, state, value, error), number + 1
             return
+    _report(now, state, TimeoutError(f"it has not ended within {SECONDS:g} seconds"))
     _close(course)
 
 

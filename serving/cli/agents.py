@@ -30,13 +30,13 @@ from typing import Any
 
 from jaxshare import models
 from jaxshare.paths import check_file, check_folder, reason, whole_file
+from jaxshare.serving.agents import profile_pictures
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.compiler.frames import FRAME
 from jaxshare.serving.agents.endpoint import OpenAIModel
 from jaxshare.serving.agents.errors import PausedError
 from jaxshare.serving.agents.journal import Journal
-from jaxshare.serving.agents.profile_pictures import contribution_picture, profile_picture
 from jaxshare.serving.agents.questions import OpenQuestion
 from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
@@ -83,7 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE", help="write states, scores and times as JSON"
     )
     run_parser.add_argument(
-        "--plots", metavar="DIR", help="draw the search trees and a timeline into this folder"
+        "--plots",
+        metavar="DIR",
+        help="draw search trees, a timeline and how agents work together into this folder",
     )
     agents_options.add_journal(run_parser)
     agents_options.add_engine(run_parser)
@@ -268,14 +270,14 @@ def _model(
         return agent_models.endpoint_model(options)
     name = options.model or getattr(module, "MODEL", "embedded")
     if not isinstance(name, str):
-        return name, f"the {type(name).__name__} of {options.file}"
+        return name, agents_options.made_model(options, name)
     if name == "scripted":
         if not hasattr(module, "scripted"):
             raise ValueError(
                 f"{options.file} brings no scripted model; give --model embedded, a folder or a "
                 "hub id"
             )
-        agents_options.refuse_engine(options)
+        agents_options.refuse_engine(options, "the scripted model has none")
         model = _call(module, "scripted", options)
         return (
             model,
@@ -310,10 +312,11 @@ def _write(
             folder = Path(options.plots)
             pictures = {
                 "timeline.png": timeline_picture(trace),
-                "profile.png": profile_picture(trace),
+                "profile.png": profile_pictures.profile_picture(trace),
+                "workflow.png": profile_pictures.workflow_picture(trace),
             }
             if shares := getattr(model, "contributions", None):
-                pictures["contributions.png"] = contribution_picture([*shares])
+                pictures["contributions.png"] = profile_pictures.contribution_picture([*shares])
             searched = [
                 run
                 for run in trace.runs

@@ -10,13 +10,16 @@ from typing import Any
 
 from jaxshare.argument_checks import shown
 from jaxshare.paths import check_file
+from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.agents.model_calls import in_thread
 from jaxshare.serving.agents.questions import OpenQuestion
+from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.kvcache.eviction import POLICIES
 
 _ENGINE = ("policy", "kv_bytes", "host_kv_bytes", "logits_cache")
+_OF_ENGINE = (*_ENGINE, "resample", "dtype")
 _MODES = ("stepwise", "hotspot")
 
 
@@ -74,8 +77,13 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of the engine, after a check of all options of this module.
 
     Raises:
-      ValueError: one of them is wrong, or lacks another one.
+      ValueError: one of them is wrong, lacks another one, or has no effect.
     """
+    if options.endpoint is not None:
+        there = f"the model at --endpoint {options.endpoint}"
+        refuse_engine(
+            options, f"{there} has none", "leave --endpoint out to run the model of --model here"
+        )
     if options.max_concurrency is not None and options.max_concurrency < 1:
         raise ValueError(
             f"--max-concurrency is {options.max_concurrency}; at least one call is under way"
@@ -110,17 +118,40 @@ def resample_of(options: argparse.Namespace) -> str | None:
     return None if options.logits_cache is None else options.resample or _MODES[0]
 
 
-def refuse_engine(options: argparse.Namespace) -> None:
-    """Refuses options of an engine for a scripted model.
+def refuse_engine(
+    options: argparse.Namespace, why: str, instead: str = "give another --model"
+) -> None:
+    """Refuses options of an engine for a model for which none is made.
+
+    Args:
+      options: of the command.
+      why: there is none, in words.
+      instead: what else would do, in words.
 
     Raises:
-      ValueError: one is given; names it.
+      ValueError: some are given; names all of them.
     """
-    if given := [name for name in _ENGINE if getattr(options, name) is not None]:
-        raise ValueError(
-            f"--{given[0].replace('_', '-')} is of an engine, and the scripted model has none; "
-            "leave it out, or give another --model"
+    given = [
+        f"--{name.replace('_', '-')}" for name in _OF_ENGINE if getattr(options, name) is not None
+    ]
+    if given:
+        *rest, last = given
+        named, verb, them = (
+            (f"{', '.join(rest)} and {last}", "are", "them") if rest else (last, "is", "it")
         )
+        raise ValueError(f"{named} {verb} of an engine, and {why}; leave {them} out, or {instead}")
+
+
+def made_model(options: argparse.Namespace, model: Model) -> str:
+    """The words for a model that the agent's file makes itself.
+
+    Raises:
+      ValueError: options of an engine are given, which has no part in it or is made already.
+    """
+    name = f"the {type(model).__name__} of {options.file}"
+    has = "has its own" if isinstance(model, EngineModel) else "has none"
+    refuse_engine(options, f"{name} {has}")
+    return name
 
 
 def _has_content(file: str) -> bool:

@@ -232,6 +232,7 @@ def digest(request: Request) -> str:
         request.max_new_tokens,
         request.agent,
         request.priority,
+        request.place,
         request.resample,
         request.scored,
         request.processed,

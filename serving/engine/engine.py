@@ -29,7 +29,7 @@ from jaxshare.serving.errors import EngineError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import as_sampler, default_sampler, warn_of_equal_texts
 from jaxshare.serving.kvcache.lease import LeaseTable
-from jaxshare.serving.kvcache.policy import Policy
+from jaxshare.serving.kvcache.policy import Policy, SearchPlace
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
@@ -162,6 +162,7 @@ class Engine(SessionHost):
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         next_seed: int | None = None,
+        place: SearchPlace | None = None,
     ) -> Any:
         """Submits a request; from any thread, without waiting. None leaves an option to the sampler.
 
@@ -182,6 +183,7 @@ class Engine(SessionHost):
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
           tools, chat_template_kwargs: with messages; see `encode_messages`.
           next_seed: of the next request with this prompt, whose replay is then computed ahead.
+          place: in the search of an agent, whose finished branches are evicted first.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
@@ -194,7 +196,7 @@ class Engine(SessionHost):
         several = validation.samples_of_prompt(sampler, n, best_of, resample)
         given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
-        given |= {"top_logprobs": top_logprobs, "next_seed": next_seed}
+        given |= {"top_logprobs": top_logprobs, "next_seed": next_seed, "place": place}
         options = validation.RequestOptions.checked(
             self.model,
             sampler=sampler,

@@ -1,11 +1,17 @@
-"""Fair queue: priority first, then the agent with the fewest served tokens for its share."""
+"""Fair queue: priority first, then the agent with the fewest served tokens for its share, then the
+request with the most cached tokens."""
 
+import collections
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxshare.serving.engine.request import Request
 
 _MAX_AGENTS = 1024
 """Agents that are remembered before those that need not be are forgotten."""
+_COMPARED = 8
+"""Requests of an agent of which the one with the most cached tokens is admitted first."""
+_MOST_PASSED = 8
+"""Later requests that are admitted before an agent's first one, at most."""
 _EQUAL_PART = 0.5
 """The part of all service that agents get in equal shares; the rest is by what they contribute."""
 
@@ -17,6 +23,10 @@ class FairQueue:
     share. The agent with the least service comes first (fair queueing by tokens, Sheng et al.
     2024), its requests in the order of submission. An agent that is new, or returns, starts with
     the service of the least served active agent, so that an absent agent saves up no service.
+
+    Of an agent's first requests those are admitted first of which the most is cached (`by_cached`):
+    what they share with each other stays for all of them, and is not evicted and computed again in
+    between. Agents keep their turns, and no request is passed for long.
 
     Half of a share is the same for all agents, so that none starves, and half is its contribution
     to the whole workflow (Hive, section 7). One whose contribution is not known yet has an equal
@@ -32,6 +42,8 @@ class FairQueue:
         self._requests: dict[Request, None] = {}
         self._served: dict[str, float] = {}
         self._active: dict[str, int] = {}  # waiting and running requests of each agent
+        # How many later ones were admitted before a request that is its agent's first.
+        self._passed: collections.Counter[Request] = collections.Counter()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -44,6 +56,31 @@ class FairQueue:
                 key=lambda r: (-r.priority, self._served[r.agent], r.number),
             )
         )
+
+    def by_cached(self, cached: Callable[[Request], int]) -> list[Request]:
+        """The order of admission.
+
+        The turns of the agents are those of the iteration. Each agent takes its turns with the
+        requests of which the most is cached; equal ones, and those that are compared with too many
+        others, in the order of submission.
+
+        Args:
+          cached: gives the tokens of a request that are cached.
+        """
+        waiting = list(self)
+        groups: dict[tuple[int, str], list[Request]] = {}
+        for request in waiting:
+            groups.setdefault((request.priority, request.agent), []).append(request)
+        turns = {key: iter(self._compared(group, cached)) for key, group in groups.items()}
+        return [next(turns[request.priority, request.agent]) for request in waiting]
+
+    def _compared(self, group: list[Request], cached: Callable[[Request], int]) -> list[Request]:
+        """The requests of one agent and priority, given in the order of submission, in that of
+        admission."""
+        if len(group) == 1 or self._passed[group[0]] >= _MOST_PASSED:
+            return group
+        first = sorted(group[:_COMPARED], key=lambda request: (-cached(request), request.number))
+        return first + group[_COMPARED:]
 
     def add(self, request: Request) -> None:
         """Adds a new request."""
@@ -58,12 +95,25 @@ class FairQueue:
         self._requests[request] = None
 
     def take(self, request: Request) -> None:
-        """Removes a request that is to run, or has finished."""
+        """Removes a request that is to run."""
+        self._remove(request)
+        before = [
+            other
+            for other in self._requests
+            if other.agent == request.agent
+            and other.priority == request.priority
+            and other.number < request.number
+        ]
+        if before:
+            self._passed[min(before, key=lambda other: other.number)] += 1
+
+    def _remove(self, request: Request) -> None:
         self._requests.pop(request, None)
+        del self._passed[request]
 
     def finish(self, request: Request) -> None:
         """Removes a finished request and forgets agents that need not be remembered."""
-        self.take(request)
+        self._remove(request)
         self._active[request.agent] -= 1
         if self._active[request.agent]:
             return

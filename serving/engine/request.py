@@ -12,7 +12,7 @@ from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Detokenizer, TokenChunk
-from jaxshare.serving.kvcache.policy import prefix_hash
+from jaxshare.serving.kvcache.policy import SearchPlace, prefix_hash
 from jaxshare.serving.logits_cache.evidence import Watched
 
 _MAX_PROMPTS = 2**16
@@ -45,6 +45,7 @@ class Request:
       prompt: int32 tokens.
       sampler, seed, max_new_tokens: how it is answered.
       agent, priority: the agent that it belongs to, and its priority over other requests.
+      place: its place in the search of an agent, or None.
       stream: takes its output.
       prompt_number, index: of its completion.
       cuts: see `jaxshare.serving.kvcache.manager.KVRequest`.
@@ -102,6 +103,7 @@ class Request:
     processed: bool = False
     top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
     processor_states: Any = None
+    place: SearchPlace | None = None
 
     @property
     def recorded(self) -> bool:

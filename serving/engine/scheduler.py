@@ -156,7 +156,7 @@ class Scheduler:
         free = self._free_rows()
         running = collections.Counter(row.request.agent for row in self.live)
         admitted = 0
-        for request in self.queue:
+        for request in self.queue.by_cached(self.kv.cached_prefix) if free else self.queue:
             if self._siblings.holds(request, self.live):
                 continue
             if not free and not self._preempt_for(request):
@@ -306,9 +306,8 @@ class Scheduler:
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
         self.metrics.ran("decode", result.passes)
-        is_crowded = all(self.rows) and len(self.queue) > 0
-        seconds = self.kv.speeds.last_pass_seconds
-        self.output.payoff.ran(len(rows), seconds, result.passes, is_crowded)
+        times = self.kv.speeds.last_pass_seconds, result.passes
+        self.output.payoff.ran(len(rows), *times, all(self.rows) and len(self.queue) > 0)
         for row in rows:
             length = int(result.lengths[row.block])
             row.extent.length += length - row.length

@@ -29,6 +29,7 @@ from jaxshare.serving.inputs import (
     token_bytes,
 )
 from jaxshare.serving.kvcache.free_memory import cache_free_bytes, host_free_bytes
+from jaxshare.serving.kvcache.policy import SearchPlace
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.logits_cache.cache import LogitsCache
 
@@ -55,6 +56,7 @@ class SubmitOptions(TypedDict, total=False):
     tools: Sequence[Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     next_seed: int | None
+    place: SearchPlace | None
 
 
 def check_engine(**at_least_1: int) -> list[int]:
@@ -207,6 +209,7 @@ class RequestOptions:
     includes_stop: bool
     num_top_logprobs: int
     next_seed: int | None = None
+    place: SearchPlace | None = None
 
     def request(
         self, number: int, tokens: np.ndarray, stream: StreamState, index: int = 0
@@ -227,6 +230,7 @@ class RequestOptions:
             next_seed=None if self.next_seed is None else stream_seed(self.next_seed),
             scored=self.logprobs is not None,
             processed=self.logprobs == PROCESSED,
+            place=self.place,
         )
 
     @classmethod
@@ -246,6 +250,7 @@ class RequestOptions:
         top_logprobs: Any,
         kept_logits: int,
         next_seed: Any = None,
+        place: Any = None,
     ) -> "RequestOptions":
         """Refuses options that the engine cannot serve; they are those of `Engine.submit`, where None
         is for those of the sampler, and the logits that its Logits Cache keeps, 0 without one.
@@ -255,6 +260,8 @@ class RequestOptions:
         """
         if agent_id is not None and not isinstance(agent_id, str):
             raise TypeError(f"agent_id is {shown(agent_id)}; it must be a text")
+        if place is not None and not isinstance(place, SearchPlace):
+            raise TypeError(f"place is {shown(place)}; it must be a SearchPlace, or None")
         sampler = as_sampler(sampler)
         include_stop = chosen("include_stop", include_stop, sampler, False)
         seed = chosen("seed", seed, sampler)
@@ -272,6 +279,7 @@ class RequestOptions:
             bool(include_stop),
             as_top_logprobs(model, top_logprobs),
             None if next_seed is None else as_integer("next_seed", next_seed),
+            place,
         )
         if resample is not None:
             options._check_resample(kept_logits > 0)

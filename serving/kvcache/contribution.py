@@ -21,6 +21,7 @@ from jaxshare.serving.kvcache.contribution_formulas import (
     workload,
 )
 from jaxshare.serving.kvcache.policy import Observation, Policy, Segment
+from jaxshare.serving.kvcache.search_places import SearchPlaces
 
 WINDOW = 128
 STAGES = 8
@@ -131,6 +132,8 @@ class Contribution(Policy):
       agents that contribute nearly the same: by contributions alone all that one holds, its system
       prompt too, would be evicted before the newest tokens of another that is ahead by a
       thousandth. So both lose their newest tokens first.
+    - zero, where the search that alone has used a segment does not come back to it; see
+      `jaxshare.serving.kvcache.search_places`.
 
     Args:
       alpha: the weight of the intrinsic utility; 1 - alpha is that of the collaborative one.
@@ -162,7 +165,7 @@ class Contribution(Policy):
         self._evicted: collections.OrderedDict[bytes, tuple[int, dict[str, _Use]]] = (
             collections.OrderedDict()
         )
-        self._num_observed = 0
+        self._num_observed, self._places = 0, SearchPlaces()
         self._contributions: dict[str, float] = {}
         # Every eviction ranks all segments, again and again: ranks are cached until a change.
         self._now = 0
@@ -178,6 +181,7 @@ class Contribution(Policy):
 
     def observe(self, observation: Observation) -> None:
         self._clear_ranks(observation.now)
+        self._places.observe(observation.place, observation.prompt_tokens, observation.now)
         self._num_observed += 1
         entry = _ObservedRequest(observation)
         agent = self._agents.setdefault(observation.agent, _AgentCounts())
@@ -213,6 +217,7 @@ class Contribution(Policy):
 
     def touched(self, segment: Segment, now: int) -> None:
         self._clear_ranks(now)
+        self._places.touched(segment, now)
         uses = self._uses.get(segment)
         if uses is None:
             _, uses = self._evicted.pop(segment.prefix_hash, (0, {}))
@@ -239,6 +244,8 @@ class Contribution(Policy):
             agent.add_last_use(use.number, use.kind, use.tokens)
 
     def split(self, head: Segment, tail: Segment) -> None:
+        self._places.split(head, tail)
+        self._scores.pop(tail, None)
         uses = self._uses.get(tail)
         if uses is None:
             return
@@ -251,6 +258,7 @@ class Contribution(Policy):
 
     def evicted(self, segment: Segment) -> None:
         self._scores.pop(segment, None)
+        self._places.evicted(segment)
         uses = self._uses.pop(segment, None)
         if uses is not None:
             _, before = self._evicted.pop(segment.prefix_hash, (0, {}))
@@ -265,6 +273,9 @@ class Contribution(Policy):
             score = self._scores[segment] = self._score(segment, now)
         return score, segment.last_used, -segment.depth
 
+    def may_return(self, segment: Segment) -> bool:
+        return not (self._expect and self._places.is_over(segment))
+
     def _clear_ranks(self, now: int) -> None:
         """Drops cached ranks, which may be outdated."""
         self._now = now
@@ -274,6 +285,8 @@ class Contribution(Policy):
     def _score(self, segment: Segment, now: int) -> float:
         uses = self._uses.get(segment, {})
         score = 0.0
+        if not self.may_return(segment):
+            return score
         for name in segment.owners:
             value = self._contributions.get(name, 0.0)
             if value and self._expect and name in uses:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxshare.models import LoadedModel
-from jaxshare.serving.kvcache.policy import Observation, Policy
+from jaxshare.serving.kvcache.policy import Observation, Policy, SearchPlace
 from jaxshare.serving.kvcache.pool import Extent, Pool
 from jaxshare.serving.kvcache.prefix_tree import MIN_SHARED_TOKENS, Match, Node, PrefixTree
 from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE, load_costs
@@ -34,7 +34,7 @@ class KVRequest(Protocol):
     Attributes:
       tokens: its prompt and output so far.
       remaining: tokens that may still come.
-      agent, priority: for the policy.
+      agent, priority, place: for the policy.
       cuts: the numbers of its first tokens at which blocks end that other requests read too,
         ascending, where that is planned; None where the manager decides. Planned requests share
         nothing else, and have memory for all that may come from the start.
@@ -48,6 +48,8 @@ class KVRequest(Protocol):
     def agent(self) -> str: ...
     @property
     def priority(self) -> int: ...
+    @property
+    def place(self) -> SearchPlace | None: ...
     @property
     def cuts(self) -> Sequence[int] | None: ...
 
@@ -151,7 +153,9 @@ class KVManager:
             others = [owner for owner in node.segment.owners if owner != request.agent]
             shared.update(dict.fromkeys(others, len(node.tokens)))
         self._policy.observe(
-            Observation(request.agent, tree.now, len(tokens), num_cached, shared, running)
+            Observation(
+                request.agent, tree.now, len(tokens), num_cached, shared, running, request.place
+            )
         )
         node = parent
         for run, extent in zip(runs, extents, strict=True):
@@ -159,6 +163,15 @@ class KVManager:
         tree.use(node, request.agent, request.priority)
         self.view_changed = True
         return node
+
+    def cached_prefix(self, request: KVRequest) -> int:
+        """The number of a request's tokens that are on the accelerator or in host memory.
+
+        0 for planned ones, which keep their order.
+        """
+        if request.cuts is not None:
+            return 0
+        return self.tree.match(request.tokens, len(request.tokens)).tokens
 
     def prepare(self, request: KVRequest) -> None:
         """Evicts what the next request would evict, where that needs no copy."""

@@ -46,6 +46,28 @@ class Segment:
     priority: int = 0
 
 
+SearchNode = tuple[int, ...]
+"""A node of a search tree: the path of the state after a model's answer; () is before the first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchPlace:
+    """The place of a request in the search of an agent's run (Hive, section 5.1.1).
+
+    Attributes:
+      run: the id of the run.
+      node: the node at which the request asks.
+      answer: the node below it that its answer leads to.
+      open: the nodes at which the search may ask still, while this request is made; this one is
+        among them, or one below it.
+    """
+
+    run: str
+    node: SearchNode
+    answer: SearchNode
+    open: tuple[SearchNode, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Observation:
     """A request as it is admitted.
@@ -56,6 +78,7 @@ class Observation:
       prompt_tokens: its length; reused_tokens: those of them that were cached.
       shared: for every other agent, how many of the reused tokens it owns too.
       running: running requests of this agent, this one included.
+      place: its place in a search, or None.
     """
 
     agent: str
@@ -64,6 +87,7 @@ class Observation:
     reused_tokens: int
     shared: Mapping[str, int]
     running: int
+    place: SearchPlace | None = None
 
 
 class Policy(Protocol):
@@ -87,6 +111,10 @@ class Policy(Protocol):
     def rank(self, segment: Segment, now: int) -> Any:
         """The sort key of a segment: the LOWEST is evicted first."""
         ...
+
+    def may_return(self, segment: Segment) -> bool:
+        """Returns whether a later request may use a segment, so that a copy of it has a use."""
+        return True
 
     def observe(self, observation: Observation) -> None:
         """Called when a request was admitted."""

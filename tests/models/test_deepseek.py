@@ -12,16 +12,20 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxshare.cache import KVCache
+from jaxshare.layout import Layout
 from jaxshare.models import ConfigError, ModelConfig, load, orbax_io
 from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
 from jaxshare.models.safetensors_io import CheckpointError
+from jaxshare.models.tensor_names import expected_tensors, stored_shapes
 from jaxshare.rope import Rope
 from jaxshare.sharding import make_mesh
+from tests.helpers import mostly_slow
 from tests.paths import FIXTURES
 
 DENSE = FIXTURES / "parity" / "deepseek_v2_dense"
 DENSE_V3 = FIXTURES / "parity" / "deepseek_v3_dense_halves"
+EXPERTS = FIXTURES / "parity" / "deepseek_v3_experts"
 
 V2_LITE = dict(
     architectures=["DeepseekV2ForCausalLM"],
@@ -170,6 +174,46 @@ def test_published_configurations(published, mla, moe, dense):
 
 
 @pytest.mark.parametrize(
+    ("published", "parameters"),
+    [(V2_LITE, 15.7065e9), (V2, 235.741e9), (V3, 671.026e9), (KIMI_K2, 1026.408e9)],
+    ids=["V2-Lite", "V2", "V3", "Kimi-K2"],
+)
+def test_published_numbers_of_parameters(published, parameters):
+    """Those of the model cards, without the layers that predict later tokens."""
+    expected = expected_tensors(ModelConfig.from_json(published))
+    found = sum(math.prod(tensor.shape) for tensor in expected.values())
+    assert found == pytest.approx(parameters, rel=1e-5)
+    stored = stored_shapes(expected)
+    assert found == sum(map(math.prod, stored.values()))
+
+
+def test_published_tensors_of_v3():
+    stored = stored_shapes(expected_tensors(ModelConfig.from_json(V3)))
+    layer = "model.layers.60."
+    for name, shape in {
+        "model.embed_tokens.weight": (129280, 7168),
+        "model.layers.0.mlp.gate_proj.weight": (18432, 7168),
+        f"{layer}input_layernorm.weight": (7168,),
+        f"{layer}post_attention_layernorm.weight": (7168,),
+        f"{layer}self_attn.q_a_proj.weight": (1536, 7168),
+        f"{layer}self_attn.q_a_layernorm.weight": (1536,),
+        f"{layer}self_attn.q_b_proj.weight": (24576, 1536),
+        f"{layer}self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+        f"{layer}self_attn.kv_a_layernorm.weight": (512,),
+        f"{layer}self_attn.kv_b_proj.weight": (32768, 512),
+        f"{layer}self_attn.o_proj.weight": (7168, 16384),
+        f"{layer}mlp.gate.weight": (256, 7168),
+        f"{layer}mlp.gate.e_score_correction_bias": (256,),
+        f"{layer}mlp.experts.255.down_proj.weight": (7168, 2048),
+        f"{layer}mlp.shared_experts.up_proj.weight": (2048, 7168),
+        "model.norm.weight": (7168,),
+        "lm_head.weight": (129280, 7168),
+    }.items():
+        assert stored[name] == shape, name
+    assert not any(name.startswith("model.layers.61.") for name in stored)
+
+
+@pytest.mark.parametrize(
     ("published", "mscale", "factor"), [(V2_LITE, 0.707, 40), (V3, 1.0, 40), (KIMI_K2, 1.0, 32)]
 )
 def test_scores_have_the_square_of_yarns_factor(published, mscale, factor):
@@ -307,3 +351,52 @@ def test_a_config_that_does_not_say_what_its_tensors_are(tmp_path):
     (folder / "config.json").write_text(json.dumps(fields | dict(q_lora_rank=24)))
     with pytest.raises(CheckpointError, match=r"q_a_proj\.weight is missing"):
         load(folder)
+
+
+@functools.cache
+def experts():
+    return load(EXPERTS, dtype="float32")
+
+
+def test_a_checkpoint_with_experts_is_converted_and_back(tmp_path):
+    orbax_io.convert(EXPERTS, tmp_path / "orbax")
+    orbax_io.convert(tmp_path / "orbax", tmp_path / "back")
+    before, after = (load_file(f / "model.safetensors") for f in (EXPERTS, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(value.view(np.uint8), after[name].view(np.uint8))
+    same_parameters(load(tmp_path / "orbax", dtype="float32").params, experts().params)
+
+
+def test_the_bias_by_which_experts_are_chosen_is_not_rounded(tmp_path):
+    bias = np.asarray([10 + i / 1000 for i in range(8)], np.float32)
+
+    def widen(tensors):
+        tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = bias
+
+    folder = with_tensors(EXPERTS, tmp_path / "wide", widen)
+    orbax_io.convert(folder, tmp_path / "orbax")
+    for source in (folder, tmp_path / "orbax"):
+        params = load(source, dtype="bfloat16").params["params"]["layers_1"]["moe"]
+        np.testing.assert_array_equal(params["choice_bias"], bias)
+        assert params["router"]["kernel"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("axes", mostly_slow([{"tensor": 2, "kv": 2}, {"tensor": 4}]), ids=str)
+def test_experts_and_latents_over_devices(axes):
+    """The logits of transformers at each position, on a mesh."""
+    model = load(EXPERTS, dtype="float32", mesh=make_mesh(**axes))
+    with np.load(EXPERTS / "expected.npz") as expected:
+        tokens, logits = expected["tokens"][:64], expected["logits"][:64]
+    cache = KVCache.create(model.config, (64,), "float32", mesh=model.mesh)
+    layout = Layout.from_blocks([[0]])
+    found, _ = model.forward(tokens[None], [64], cache, layout, every=True)
+    np.testing.assert_allclose(found[0], logits, rtol=0, atol=1e-4)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    def remove(tensors):
+        del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+
+    with pytest.raises(CheckpointError, match=r"experts\.5\.up_proj\.weight is missing"):
+        load(with_tensors(EXPERTS, tmp_path / "less", remove))

@@ -80,7 +80,17 @@ def test_workers_that_read_each_other(case):
 
 @pytest.mark.parametrize(
     ("case", "tensor"),
-    mostly_slow([(SHARED, 2), ("mixtral_gqa", 4), ("qwen3_moe_gqa_sharded", 4)], 2, several=True),
+    mostly_slow(
+        [
+            (SHARED, 2),
+            ("olmoe_gqa_normalised_bias", 4),
+            ("mixtral_gqa", 4),
+            ("qwen3_moe_gqa_sharded", 4),
+            ("mixtral_mha_wide_heads", 2),
+        ],
+        2,
+        several=True,
+    ),
 )
 def test_on_a_mesh_as_on_one_device(case, tensor, tmp_path):
     """Loaded onto it from both forms of files, and moved there."""

@@ -12,9 +12,9 @@ from tests.paths import ROOT
 PAGE = (ROOT / "docs" / "agents_models.md").read_text(encoding="utf-8")
 
 
-def test_the_example_prints_what_the_page_says(tmp_path):
+def test_the_examples_print_what_the_page_says(tmp_path):
     count, _ = run_examples(PAGE, tmp_path)
-    assert count == 1
+    assert count == 2
 
 
 def test_the_page_has_the_arguments_and_their_defaults():

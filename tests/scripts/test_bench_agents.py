@@ -69,11 +69,14 @@ def test_a_small_run_reports_as_json(tmp_path, capsys):
     assert report == json.loads(output.read_text()) and report["benchmark"] == "agents"
     assert [r["waits_for"] for r in report["results"]] == ["model", "tool", "next"] and len(
         report["goals"]
-    ) == 9
+    ) == 11
     assert report["settings"]["agents"] == 10 and report["command"].startswith(
         "python -m scripts.bench.agents --quick"
     )
     assert bench.as_text(report)
+    records, grown = report["kept"]
+    assert (records["states"], grown["states"]) == (200, 2000)
+    assert records["milliseconds_again"] > 0 and grown["megabytes"] > 0
 
 
 @pytest.mark.parametrize(

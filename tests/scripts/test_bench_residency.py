@@ -14,6 +14,7 @@ from jaxshare.serving.kvcache.eviction import POLICIES, Belady, make_policy
 from scripts.bench import residency as bench
 from scripts.bench.parts.residency import tree as cache
 from scripts.bench.parts.residency import workflow as work
+from scripts.bench.parts.residency.options import ANSWER, CAPACITY
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=25)
 
@@ -180,11 +181,11 @@ def test_the_record_grows_until_it_is_condensed_and_documents_are_read_once():
 
 
 def test_contribution_keeps_hot_agents_better_than_lru_under_pressure():
-    measured = {"cache": "tree", **bench.measure(bench.simulate, 7, bench.CAPACITY, (0,))}
+    measured = {"cache": "tree", **bench.measure(bench.simulate, 7, CAPACITY, (0,))}
     found = {each["policy"]: each for each in measured["policies"]}
     assert list(found) == ["contribution", "lru", "lfu", "slru", "priority", "plain", "optimum"]
-    assert all(goal.met for goal in bench.goals([measured], bench.CAPACITY)) and not bench.goals(
-        [measured], bench.CAPACITY + 1
+    assert all(goal.met for goal in bench.goals([measured], CAPACITY)) and not bench.goals(
+        [measured], CAPACITY + 1
     )
     assert (
         0
@@ -274,7 +275,16 @@ def test_common_prefixes():
 
 def test_a_small_run_reports_as_json(tmp_path, capsys):
     output = tmp_path / "result.json"
-    small = ["--rounds", "2", "--seeds", "1", "--capacities", "5000,9000", "--no-engine"]
+    small = [
+        "--rounds",
+        "2",
+        "--seeds",
+        "1",
+        "--capacities",
+        "5000,9000",
+        "--no-engine",
+        "--no-agents",
+    ]
     assert bench.main([*small, "--json", "--output", str(output)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads(output.read_text()) and report["benchmark"] == "residency"
@@ -302,7 +312,7 @@ def test_the_engine_with_room_for_all_finds_what_the_tree_finds(policy):
         [[*rules[:64], *document[:at]] for at in (40, 100, 160, 300)]
         + [document, [*rules[:64], *document[:30]]]
     )
-    seen = bench.serve(small_model(), trace, 4096, bench.policies(trace, bench.ANSWER)[policy]())
+    seen = bench.serve(small_model(), trace, 4096, bench.policies(trace, ANSWER)[policy]())
     best = cache.simulate(trace, 4096, make_policy("lru"))
     assert seen.prompt == best.prompt and seen.evicted == best.evicted == 0
     # A prompt that is known whole is fed its last token again, for the logits.

@@ -5,17 +5,13 @@ function defined in an agent whose copy uses the variables of the copied frame.
 """
 
 import builtins
-import copyreg
-import dis
 import functools
 import inspect
-import sys
 import types
-import weakref
 from collections.abc import Sequence
 from typing import Any, Self
 
-import jax
+from jaxshare.serving.agents.compiler.duplicates import duplicate
 
 FRAME = ".frame"
 """The one argument of every compiled piece: no valid Python name, but the compiler accepts it."""
@@ -38,6 +34,7 @@ class Frame(dict[str, Any]):
       outside: ids of the functions among the agent's arguments, which copies share.
       options: of the choice that it waits for; a copy has copies that its variables refer to.
       beside: what the runtime keeps with the variables.
+      size: of a snapshot, the objects that were copied for it.
     """
 
     __slots__ = (
@@ -49,6 +46,7 @@ class Frame(dict[str, Any]):
         "options",
         "outside",
         "position",
+        "size",
         "thrown",
         "tracebacks",
     )
@@ -68,6 +66,7 @@ class Frame(dict[str, Any]):
         self.outside: frozenset[int] = frozenset()
         self.options: tuple[Any, ...] = ()
         self.beside: Any = None
+        self.size = 0
 
     def __missing__(self, name: str) -> Any:
         # The name of a comprehension's variable ends with "." and a number.
@@ -150,7 +149,7 @@ class Frame(dict[str, Any]):
         """A frame at the same position, without variables."""
         made = type(self).__new__(type(self))
         made.cells, made.position, made.thrown = self.cells, self.position, self.thrown
-        made.outside, made.beside, made.options = self.outside, None, ()
+        made.outside, made.beside, made.options, made.size = self.outside, None, (), 0
         made.handlers, made.handling, made.tracebacks, made.flat = (
             self.handlers,
             self.handling,
@@ -269,179 +268,3 @@ class Cells:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
-
-
-CONSTANT = {
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    range,
-    type,
-    types.ModuleType,
-}
-"""Types whose objects never change, or are shared by all copies of a state."""
-_FIXED = (*CONSTANT, types.FunctionType)
-_ITERATORS = frozenset(type(iter(source)) for source in (range(0), "", [], ()))
-_SHARED = (type, types.ModuleType, BaseException, jax.Array)
-"""Types whose objects, those of their subclasses too, all copies of a state share."""
-
-FLAT = "flat"
-"""The memo key of the list that collects the copied lists of constants."""
-
-
-def shared[T](kind: type[T]) -> type[T]:
-    """Declares that all copies of a state share the objects of a class."""
-    CONSTANT.add(kind)
-    return kind
-
-
-OUTSIDE = "outside"
-"""The memo key of the ids of functions that came from outside the agent."""
-STRICT = "strict"
-"""The memo key that refuses what copies would share though the agent may change it."""
-_KEPT = "kept"
-"""The memo key of what has to live as long as the memo, which has its id."""
-_UNKNOWN_REFERENCES = (weakref.finalize, weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
-
-
-def duplicate(value: Any, memo: dict[Any, Any]) -> Any:
-    """A deep copy that shares what copies of an agent share; all else refers to copies alone.
-
-    Raises:
-      TypeError: something cannot be copied, or its copy would refer to what was copied.
-    """
-    kind = type(value)
-    if kind in CONSTANT:
-        return value
-    if kind is types.FunctionType:
-        if value.__closure__:
-            _check_function(value, memo)
-        return value
-    if id(value) in memo:
-        return memo[id(value)]
-    if kind is list:
-        memo[id(value)] = made = []
-        if CONSTANT.issuperset(map(type, value)):  # an agent can have thousands of children
-            made.extend(value)
-            memo.get(FLAT, []).append(made)
-        else:
-            made.extend([duplicate(each, memo) for each in value])
-    elif kind is dict:
-        made = _dictionary(value, memo)
-    elif kind is tuple:
-        if CONSTANT.issuperset(map(type, value)):
-            return value
-        made = tuple([duplicate(each, memo) for each in value])
-        # A tuple that contains itself was copied during the recursion.
-        made = memo.setdefault(id(value), made)
-    elif kind in _ITERATORS:
-        _, (source,), *state = value.__reduce__()
-        # An iterator inside its own source was copied during the recursion.
-        made = memo.setdefault(id(value), iter(duplicate(source, memo)))
-        if state and state[0]:
-            made.__setstate__(state[0])
-    elif isinstance(value, BaseException):
-        if STRICT in memo:
-            raise TypeError("all copies would share it, with its notes and its traceback")
-        made = value
-    elif isinstance(value, _SHARED) or kind is object:
-        made = value
-    elif kind is types.BuiltinMethodType:
-        if isinstance(value.__self__, types.ModuleType | None):
-            return value
-        made = getattr(duplicate(value.__self__, memo), value.__name__)
-    elif kind is types.MethodType:
-        made = types.MethodType(value.__func__, duplicate(value.__self__, memo))
-    elif isinstance(value, _UNKNOWN_REFERENCES):
-        raise TypeError("a weak reference refers to what was copied")
-    else:
-        made = _object(value, kind, memo)
-    return made
-
-
-def _dictionary(value: dict[Any, Any], memo: dict[Any, Any]) -> dict[Any, Any]:
-    """A copy of a dictionary."""
-    if not CONSTANT.issuperset(map(type, value)):
-        memo[id(value)] = made = {}
-        made.update([(duplicate(key, memo), duplicate(each, memo)) for key, each in value.items()])
-        return made
-    memo[id(value)] = made = value.copy()
-    if not CONSTANT.issuperset(map(type, value.values())):
-        for key, each in value.items():
-            if type(each) not in CONSTANT:
-                made[key] = duplicate(each, memo)
-    return made
-
-
-def _check_function(function: types.FunctionType, memo: dict[Any, Any]) -> None:
-    """Raises a TypeError for a function that keeps what can change, made while the agent ran."""
-    if STRICT not in memo or id(function) in memo[OUTSIDE] or _is_importable(function):
-        return
-    for cell in function.__closure__ or ():
-        if cell != types.CellType() and (
-            type(cell.cell_contents) not in _FIXED or _rebinds(function.__code__)
-        ):
-            raise TypeError("a function with variables of its own")
-
-
-def _rebinds(code: types.CodeType) -> bool:
-    """True if a function rebinds a variable of a function around it."""
-    return any(
-        each.opname == "STORE_DEREF" and each.argval in code.co_freevars
-        for each in dis.get_instructions(code)
-    )
-
-
-def _is_importable(value: Any) -> bool:
-    """True if a value is found by its name in its module."""
-    found: Any = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value
-
-
-def _object(value: Any, kind: type, memo: dict[Any, Any]) -> Any:
-    """A copy of an object, by its own `__deepcopy__`, or by the protocol of pickle."""
-    if STRICT in memo and weakref.getweakrefcount(value):
-        raise TypeError("weak references refer to it")
-    if isinstance(value, functools._lru_cache_wrapper) and not _is_importable(value):
-        raise TypeError("all copies would share the functools.cache; define it outside")
-    if (own := getattr(value, "__deepcopy__", None)) is not None:
-        memo[id(value)] = made = own(memo)
-        return made
-    reducer = copyreg.dispatch_table.get(kind)
-    reduced: Any = reducer(value) if reducer else value.__reduce_ex__(4)
-    if isinstance(reduced, str):
-        if not _is_importable(value):
-            raise TypeError("it is shared by all copies; define it outside")
-        return value
-    memo.setdefault(_KEPT, []).append(reduced)
-    parts: list[Any] = [*reduced, None, None, None, None]
-    make, args, state, items, pairs, set_state = parts[:6]
-    made = make(*[duplicate(each, memo) for each in args])
-    made = memo.setdefault(id(value), made)
-    if state is not None:
-        _set_state(made, duplicate(state, memo), set_state)
-    for each in items or ():
-        made.append(duplicate(each, memo))
-    for key, each in pairs or ():
-        made[duplicate(key, memo)] = duplicate(each, memo)
-    return made
-
-
-def _set_state(made: Any, state: Any, set_state: Any) -> None:
-    """Gives a copied object its state, as pickle does."""
-    if set_state is not None:
-        set_state(made, state)
-    elif hasattr(made, "__setstate__"):
-        made.__setstate__(state)
-    else:
-        attributes, slots = state if isinstance(state, tuple) else (state, None)
-        if attributes:
-            made.__dict__.update(attributes)
-        for name, each in (slots or {}).items():
-            setattr(made, name, each)

@@ -13,17 +13,16 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxshare.serving.agents.compiler.frames import (
+from jaxshare.serving.agents.compiler.duplicates import (
     CONSTANT,
     FLAT,
-    FRAME,
+    LIMIT,
     OUTSIDE,
     STRICT,
-    Cells,
-    Closure,
-    Frame,
+    CostlyError,
     duplicate,
 )
+from jaxshare.serving.agents.compiler.frames import FRAME, Cells, Closure, Frame
 from jaxshare.serving.agents.compiler.instructions import Do, Instruction, call_frame, located
 from jaxshare.serving.agents.compiler.statements import Lowering
 from jaxshare.serving.agents.compiler.variables import RefusedError, refused
@@ -199,7 +198,9 @@ class UncopyableError(TypeError):
     """A variable of an agent cannot be copied, so the agent's state cannot be fired repeatedly."""
 
 
-def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
+def snapshot(
+    frame: Frame, program: Program, *, strict: bool = False, limit: int | None = None
+) -> Frame:
     """A copy of a frame; later changes to one are invisible to the other.
 
     The copy shares modules, classes, functions from outside the agent with all that they hold,
@@ -209,19 +210,17 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
     Args:
       strict: refuse exceptions, functions with variables of their own and what weak references
         refer to, in which two copies could be told from one.
+      limit: the most objects that are copied.
 
     Raises:
+      CostlyError: it has more objects than the limit.
       UncopyableError: a variable cannot be copied; the message names it.
     """
     wait = program.instructions[frame.position]
     copied, live = frame.empty(), wait.live
-    # A frame made by this function is never changed, so its flat lists are still flat.
-    memo: dict[Any, Any] = {id(each): each[:] for each in frame.flat}
-    memo[id(frame)], memo[FLAT], memo[OUTSIDE] = copied, [], frame.outside
-    if strict:
-        memo[STRICT] = True
-        if frame.handling:
-            raise UncopyableError(f"agent {program.name} waits in an except clause")
+    memo = _memo_for(frame, copied, strict, limit)
+    if strict and frame.handling:
+        raise UncopyableError(f"agent {program.name} waits in an except clause")
     for name, value in frame.items():
         if "." in name and name not in live:
             continue
@@ -230,6 +229,8 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
             continue
         try:
             copied[name] = value if name in program.outside else duplicate(value, memo)
+        except CostlyError:
+            raise
         except Exception as error:
             own = name.partition(".")[0]
             holder = (
@@ -245,6 +246,8 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
     if frame.options:
         try:
             copied.options = duplicate(frame.options, memo)
+        except CostlyError:
+            raise
         except Exception as error:
             raise UncopyableError(
                 f"agent {program.name} waits in line {wait.line} for a choice among options that "
@@ -253,7 +256,20 @@ def snapshot(frame: Frame, program: Program, *, strict: bool = False) -> Frame:
     copied.flat = memo[FLAT]
     if frame.beside is not None:
         copied.beside = duplicate(frame.beside, memo)
+    copied.size = len(memo) if limit is None else limit - (memo[LIMIT] - len(memo))
     return copied
+
+
+def _memo_for(frame: Frame, copied: Frame, strict: bool, limit: int | None) -> dict[Any, Any]:
+    """The memo of a snapshot."""
+    # A frame made by `snapshot` is never changed, so its flat lists are still flat.
+    memo: dict[Any, Any] = {id(each): each[:] for each in frame.flat}
+    memo[id(frame)], memo[FLAT], memo[OUTSIDE] = copied, [], frame.outside
+    if strict:
+        memo[STRICT] = True
+    if limit is not None:
+        memo[LIMIT] = len(memo) + 1 + limit
+    return memo
 
 
 def compiled(function: Callable[..., Any]) -> Program:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxshare.serving import agents
-from jaxshare.serving.agents import Reply, Runtime, State, Supervisor, agent
+from jaxshare.serving.agents import Reply, Runtime, State, Supervisor, agent, keeping
 
 _NATIVE: contextvars.ContextVar[bool] = contextvars.ContextVar("native", default=False)
 
@@ -29,6 +29,17 @@ class Asked:
 
     def __await__(self):
         return (yield self)
+
+
+def copy_some(monkeypatch: Any, every: int | None) -> None:
+    """Has a state in so many copied, as if it were cheap, and none of the others; none with None."""
+    given = keeping.Past.limit
+
+    def limit(past: keeping.Past, waits: int, can_begin: bool) -> int | None:
+        found = given(past, waits, can_begin)
+        return found if found is None or (every and waits % every == 1) else 0
+
+    monkeypatch.setattr(keeping.Past, "limit", limit)
 
 
 def llm(text: str) -> Any:

@@ -20,7 +20,7 @@ from jaxshare.serving.agents import (
 from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.journal import Journal
 from tests.serving.agents import more_programs, python_programs
-from tests.serving.agents.python_oracle import Again, as_agent, differences
+from tests.serving.agents.python_oracle import Again, as_agent, copy_some, differences
 
 assert more_programs  # it adds to the programs
 PROGRAMS = python_programs.PROGRAMS
@@ -34,6 +34,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::Depre
 def test_an_agent_is_what_python_runs(name, restore):
     found, again = differences(*NAMED[name], restore)
     assert again >= 1
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("every", [None, 2, 3])
+@pytest.mark.parametrize("name", NAMED)
+def test_an_agent_is_kept_by_copies_of_some_of_its_states(name, every, monkeypatch):
+    copy_some(monkeypatch, every)
+    found, _ = differences(*NAMED[name])
     assert not found, "\n".join(found)
 
 

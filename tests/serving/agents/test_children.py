@@ -27,6 +27,7 @@ from jaxshare.serving.agents import (
     agent,
 )
 from jaxshare.serving.agents.journal import Journal
+from tests.serving.agents.python_oracle import copy_some
 
 _BRANCHES: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar(
     "branches", default=None
@@ -433,6 +434,16 @@ def test_every_path_finds_its_children_as_they_were(program, late, restore):
         assert state.value == native(program, [*branches]), branches
 
 
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_children_are_found_by_paths_of_which_few_states_have_copies(program, every, monkeypatch):
+    copy_some(monkeypatch, every)
+    done = asyncio.run(Runtime(Model()).run(agent(program).under(Each(2))))
+    for branches, state in paths_of(done):
+        assert state.error is None, (branches, repr(state.error))
+        assert state.value == native(program, [*branches]), branches
+
+
 def test_a_fork_computes_nothing_that_its_child_had_done():
     model = Model()
     _, runtime = run_all(debate, Each(2), model)
@@ -638,3 +649,27 @@ def test_native_runs_are_what_they_seem():
     """The oracle by itself: answers differ between branches, and reach the value."""
     values = [native(conversation, [*branches]) for branches in itertools.product((0, 1), repeat=4)]
     assert len({repr(value) for value in values}) >= 8
+
+
+@agent
+async def echoes(word):
+    return await agents.llm(word)
+
+
+async def makes_agents():
+    @agent
+    async def local(word):
+        return await agents.llm(word)
+
+    one, other = agents.spawn(local, "a"), agents.spawn(echoes.under(Each(1)), "b")
+    said = await agents.llm("c")
+    return said, await one, await other
+
+
+@pytest.mark.parametrize("restore", [None, "replay"])
+def test_a_replay_meets_the_children_of_agents_that_it_makes_anew(restore, monkeypatch):
+    copy_some(monkeypatch, None)
+    made = agent(restore=restore)(makes_agents).under(Each(2))
+    done = asyncio.run(Runtime(Model()).run(made))
+    values = {tuple(branches): state.value for branches, state in paths_of(done)}
+    assert values == {(n,): (answer("c", n), answer("a", 0), answer("b", 0)) for n in range(2)}

@@ -411,6 +411,7 @@ def test_the_command_runs_an_example(capsys, tmp_path):
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {
         "profile.png",
         "timeline.png",
+        "workflow.png",
         "tree-0-solve.png",
     }
 

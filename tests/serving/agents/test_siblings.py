@@ -6,7 +6,8 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, load
-from jaxshare.serving.agents import Runtime, agent, llm
+from jaxshare.seeds import stream_seed
+from jaxshare.serving.agents import Runtime, agent, llm, model_calls
 from jaxshare.serving.agents.backends import EngineModel, ScriptedModel
 from jaxshare.serving.agents.repeated_runs import BestOfN, SelfConsistency
 from jaxshare.serving.agents.search import MonteCarloTreeSearch, TreeOfThoughts
@@ -80,3 +81,16 @@ def test_a_call_knows_its_seed_in_the_next_firing_of_its_state():
     assert len(again) > 3
     for path in again:
         assert seeds[*path[:-1], path[-1] - 1][1] == seeds[path][0]
+
+
+def test_a_seed_is_computed_for_the_calls_that_are_made_alone(monkeypatch):
+    places = []
+
+    def counted(seed, *place):
+        places.append(place)
+        return stream_seed(seed, *place)
+
+    monkeypatch.setattr(model_calls, "stream_seed", counted)
+    model = ScriptedModel({"?": "an answer", "And": "another"})
+    asyncio.run(Runtime(model).run(solver.under(TreeOfThoughts(3, 2, value)), "A question?"))
+    assert len(places) == len(model.calls) == len({call.seed for call in model.calls})

@@ -128,6 +128,19 @@ def test_questions_are_asked_at_a_terminal(capsys, tmp_path, program, monkeypatc
         ("--logits-cache -1", "--logits-cache"),
         ("--kv-bytes 1GiB", "--kv-bytes is of an engine, and the scripted model has none"),
         ("--policy lru", "--policy is of an engine"),
+        (
+            "--policy lru --kv-bytes 1GiB --logits-cache 1MiB",
+            "--policy, --kv-bytes and --logits-cache are of an engine, and the scripted model",
+        ),
+        (
+            "--endpoint http://localhost:1/v1 --model m --logits-cache 1MiB --kv-bytes 1GiB",
+            "--kv-bytes and --logits-cache are of an engine, and the model at --endpoint "
+            "http://localhost:1/v1 has none; leave them out, or leave --endpoint out to run the "
+            "model of --model here",
+        ),
+        ("--endpoint http://localhost:1/v1 --model m --dtype float32", "--dtype is of an engine"),
+        ("--endpoint http://localhost:1/v1 --policy lru", "--policy is of an engine, and the"),
+        ("--endpoint http://localhost:1/v1 --resample hotspot", "--resample is of an engine"),
     ],
 )
 def test_odd_options_are_refused_before_any_work(capsys, tmp_path, program, given, words):
@@ -180,3 +193,12 @@ def test_options_reach_the_engine_and_the_runtime(capsys, tmp_path, program, mon
     assert [one._resample for one in made[::2]] == ["hotspot", "stepwise", None]
     assert most[2:] == [1, 2, 1, 2]
     assert schedulers[2] != schedulers[0] and schedulers[3][1] == "contribution"
+
+
+def test_a_model_of_the_file_takes_no_options_of_an_engine(capsys, tmp_path, program):
+    text = _PROGRAM.replace('MODEL = "scripted"', 'MODEL = ScriptedModel({"begin": "begun"})')
+    (tmp_path / "program.py").write_text(text, encoding="utf-8")
+    code, out, _ = run(capsys, program, "--", tmp_path / "calls")
+    assert code == 0 and "begun" in out
+    code, _, err = run(capsys, program, "--policy", "lru", "--", tmp_path / "calls")
+    assert code == 1 and "--policy is of an engine, and the ScriptedModel of " in err
