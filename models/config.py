@@ -7,14 +7,45 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxshare.argument_checks import as_integer
-from jaxshare.models import deepseek, llama, mixtral, olmoe, qwen, qwen_moe
-from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models import (
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    olmoe,
+    phi,
+    qwen,
+    qwen_moe,
+    smollm,
+)
+from jaxshare.models.config_fields import Family, Fields, read_json
+from jaxshare.models.layer_types import same_everywhere
 from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
-_MODULES = deepseek, llama, mixtral, olmoe, qwen, qwen_moe
+_MODULES = (
+    llama,
+    qwen,
+    qwen_moe,
+    phi,
+    mistral,
+    mixtral,
+    gemma,
+    deepseek,
+    smollm,
+    olmo,
+    olmoe,
+    granite,
+    glm,
+    gpt_oss,
+)
 FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 
 _MAX_LAYERS = 10_000
@@ -249,6 +280,16 @@ class ModelConfig:
         }
 
     @property
+    def mlp_numbers(self) -> int:
+        """The numbers of a token that the widest MLP of a layer has at once: units of gate and up,
+        and the outputs of experts."""
+        moe = self.moe
+        if moe is None:
+            return 2 * self.intermediate_size
+        of_experts = moe.top_k * (2 * moe.expert_size + self.hidden_size) + 2 * moe.shared_size
+        return max(2 * self.intermediate_size, of_experts)
+
+    @property
     def scale(self) -> float:
         """The scale of attention scores."""
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
@@ -312,9 +353,10 @@ def _from_fields(fields: Fields) -> ModelConfig:
         raise fields.error(
             "num_key_value_heads", f"it must divide num_attention_heads, {num_heads}"
         )
-    _check_fixed(fields, num_layers)
+    _check_fixed(fields, family, num_layers, specific)
     rotary = specific.pop("rotary_dim", specific["head_dim"])
     max_positions = fields.positive("max_position_embeddings", int)
+    ropes = (family.read_ropes or read_rope)(fields, rotary, max_positions, family.default_theta)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.positive("vocab_size", int),
@@ -324,8 +366,8 @@ def _from_fields(fields: Fields) -> ModelConfig:
         num_heads=num_heads,
         norm_eps=fields.positive("rms_norm_eps", float),
         max_positions=max_positions,
-        tie_embeddings=fields.take("tie_word_embeddings", bool, False),
-        **read_rope(fields, rotary, max_positions, family.default_theta),
+        tie_embeddings=fields.take("tie_word_embeddings", bool, family.tied_by_default),
+        **ropes,
         **specific,
     )
     fields.finish(_NO_EFFECT)
@@ -335,7 +377,11 @@ def _from_fields(fields: Fields) -> ModelConfig:
 def _architecture(fields: Fields) -> str:
     names = fields.take("architectures", list)
     if len(names) != 1 or not isinstance(names[0], str) or names[0] not in FAMILIES:
-        raise fields.error("architectures", f"only {', '.join(FAMILIES)} are supported")
+        raise fields.error(
+            "architectures",
+            f"only {', '.join(FAMILIES)} are supported; docs/adding_a_model.md says what another "
+            "one takes",
+        )
     family = FAMILIES[names[0]]
     types = family.model_type, *family.other_types
     if fields.take("model_type", str, family.model_type) not in types:
@@ -343,24 +389,21 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _check_fixed(fields: Fields, num_layers: int) -> None:
-    """Checks fields that must have one value, because the layers implement nothing else."""
-    if fields.take("hidden_act", str, "silu") not in ("silu", "swish"):
+def _check_fixed(
+    fields: Fields, family: Family, num_layers: int, specific: Mapping[str, Any]
+) -> None:
+    """Checks fields that must have one value in families that do not read them."""
+    if "activation" not in specific and fields.take("hidden_act", str, "silu") not in (
+        "silu",
+        "swish",
+    ):
         raise fields.error("hidden_act", "only silu (also called swish) is supported")
     if not fields.take("is_causal", bool, True):
         raise fields.error("is_causal", "only causal models are supported")
-    kinds = fields.take("layer_types", list, None)
-    # "attention" is the former name of "full_attention".
-    if kinds is not None and (
-        len(kinds) != num_layers
-        or any(kind not in ("full_attention", "attention") for kind in kinds)
-    ):
-        raise fields.error(
-            "layer_types",
-            f"it must be full_attention for each of the {num_layers} layers; no other type is "
-            "supported",
-        )
-    if fields.values.get("quantization_config"):
+    if "windows" not in specific:
+        same_everywhere(fields, num_layers, None)
+    quantized = fields.take("quantization_config", dict, None) or {}
+    if quantized and quantized.get("quant_method") not in family.quantizations:
         raise fields.error(
             "quantization_config",
             "quantized weights are not supported: use a checkpoint in bfloat16 or float16",

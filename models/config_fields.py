@@ -82,6 +82,15 @@ class Fields:
             raise self.error(name, f"must be at most {most}")
         return value
 
+    def nullable(self, name: str, kind: type, default: Any) -> Any:
+        """Returns a number as `positive` does, or None where the field is null.
+
+        `default` is for files without the field, which mean something else.
+        """
+        if name in self.values and self.values[name] is None:
+            default = None
+        return self.positive(name, kind, default)
+
     def inside(self, name: str) -> "Fields | None":
         """Returns the object in a field, or None when it is absent or empty."""
         value = self.take(name, dict, None)
@@ -130,6 +139,12 @@ class Family:
         are not those of Llama.
       fused: the projections of one input that checkpoints have as one tensor, by the names that
         `jaxshare.models.packed` has for them; `modules` has the names of their tensors.
+      tied_by_default: files without tie_word_embeddings have no head of their own.
+      stacks_experts: checkpoints have the matrices of all experts of a layer in one tensor,
+        transposed, gate and up in turns (gpt-oss).
+      quantizations: the methods of quantization_config whose weights are read, as plain numbers.
+      read_ropes: reads the rotation as `read_rope` does, which is the default; it may return
+        layer_ropes.
     """
 
     model_type: str
@@ -139,6 +154,10 @@ class Family:
     fused: frozenset[str] = frozenset()
     other_types: tuple[str, ...] = ()
     predicts_later_tokens: bool = False
+    tied_by_default: bool = False
+    read_ropes: Callable[[Fields, int, int, Any], dict[str, Any]] | None = None
+    stacks_experts: bool = False
+    quantizations: frozenset[str] = frozenset()
 
 
 def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.layer_types import FULL, SLIDING, read_kinds, switched_window, windows_of
 
 
 def _qwen2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    refuse_sliding_windows(fields, num_layers)
     return dict(
         num_kv_heads=fields.positive("num_key_value_heads", int),
         head_dim=read_head_dim(fields, hidden_size, num_heads),
@@ -14,11 +14,11 @@ def _qwen2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
         out_bias=False,
         mlp_bias=False,
         qk_norm=False,
+        windows=read_windows(fields, num_layers),
     )
 
 
 def _qwen3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    refuse_sliding_windows(fields, num_layers)
     fields.positive("head_dim", int)
     attention_bias = fields.take("attention_bias", bool, False)
     return dict(
@@ -28,24 +28,20 @@ def _qwen3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
         out_bias=attention_bias,
         mlp_bias=False,
         qk_norm=True,
+        windows=read_windows(fields, num_layers),
     )
 
 
-def refuse_sliding_windows(fields: Fields, num_layers: int) -> None:
-    """Raises ConfigError for a model with sliding windows.
+def read_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """Reads the windows of layers.
 
     Layers from max_window_layers on have one if use_sliding_window is set, unless layer_types says
     otherwise.
     """
-    on = fields.take("use_sliding_window", bool, False)
-    fields.take("sliding_window", int, None)
-    first = fields.take("max_window_layers", int, 0)
-    no_window = "sliding_window" in fields.values and fields.values["sliding_window"] is None
-    if on and not no_window and first < num_layers and fields.values.get("layer_types") is None:
-        raise fields.error(
-            "use_sliding_window",
-            f"sliding windows are not supported, and layers {first} to {num_layers - 1} have one",
-        )
+    first = fields.take("max_window_layers", int, 28)
+    window = switched_window(fields, default=4096)
+    default = [SLIDING if window and layer >= first else FULL for layer in range(num_layers)]
+    return windows_of(fields, read_kinds(fields, num_layers, default), window)
 
 
 FAMILIES = {

@@ -3,13 +3,13 @@
 from typing import Any
 
 from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.layer_types import switched_window
 from jaxshare.models.moe import MoE
 from jaxshare.models.moe_config import read_moe, read_sparse_layers
-from jaxshare.models.qwen import refuse_sliding_windows
 
 
 def _qwen2_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    refuse_sliding_windows(fields, num_layers)
+    _refuse_windows(fields)
     shared_size = fields.positive("shared_expert_intermediate_size", int)
     return dict(
         num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
@@ -24,7 +24,7 @@ def _qwen2_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int
 
 
 def _qwen3_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    refuse_sliding_windows(fields, num_layers)
+    _refuse_windows(fields)
     attention_bias = fields.take("attention_bias", bool, False)
     return dict(
         num_kv_heads=fields.positive("num_key_value_heads", int),
@@ -36,6 +36,13 @@ def _qwen3_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int
         moe=_experts(fields),
         sparse_layers=read_sparse_layers(fields, num_layers),
     )
+
+
+def _refuse_windows(fields: Fields) -> None:
+    """Raises ConfigError for a model with sliding windows, which no published one has."""
+    fields.take("max_window_layers", int, None)
+    if switched_window(fields, default=4096):
+        raise fields.error("use_sliding_window", "beside experts, windows are not supported")
 
 
 def _experts(fields: Fields, **more: Any) -> MoE:

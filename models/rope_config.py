@@ -17,7 +17,11 @@ _Read = Callable[[Fields, int, float, int, int], Rope | tuple[Rope, Rope]]
 
 
 def read_rope(
-    fields: Fields, head_dim: int, max_positions: int, default_theta: float | None
+    fields: Fields,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float | None,
+    default_partial: float = 1.0,
 ) -> dict[str, Any]:
     """Reads the fields of ModelConfig that describe the rotation.
 
@@ -26,6 +30,7 @@ def read_rope(
       head_dim: the size of one head.
       max_positions: the model's context, in tokens.
       default_theta: for files without rope_theta; None if it is required.
+      default_partial: the part of a head that is rotated, for files without partial_rotary_factor.
 
     Returns:
       rope, short_rope, short_positions.
@@ -40,9 +45,10 @@ def read_rope(
         raise ConfigError(
             f"{fields.source} lacks rope_theta, which the model cannot be built without: add it"
         )
-    partial = inner.positive("partial_rotary_factor", float, 1.0)
+    partial = inner.positive("partial_rotary_factor", float, default_partial)
     original = inner.positive("original_max_position_embeddings", int, max_positions)
     kind = inner.take("rope_type", str, "default")
+    kind = "longrope" if kind == "su" else kind  # its former name
     if kind == "dynamic":
         raise inner.error(
             "rope_type",

@@ -242,8 +242,9 @@ def expanded_heads(m: MLA, x: np.ndarray, a) -> tuple[np.ndarray, np.ndarray, np
 
 
 class DenseModel:
-    """The whole transformer in float64 numpy, over a `Shelf` for each layer. Writes Llama down once
-    more, with biases and q/k norms."""
+    """The whole transformer in float64 numpy, over a `Shelf` for each layer. Writes down once more
+    what families have: biases, norms, multipliers, windows, softcaps and latents; experts are
+    written down where they are tested."""
 
     def __init__(self, config: ModelConfig, params, num_blocks: int):
         self.config = config
@@ -258,12 +259,6 @@ class DenseModel:
             shelf.blocks[target] += shelf.blocks[source]
             shelf.blocks[source] = []
 
-    def mlp(self, layer, x: np.ndarray) -> np.ndarray:
-        """The MLP of a layer, given the layer's parameters."""
-        mlp = layer["mlp"]
-        gate = linear(x, mlp["gate"])
-        return linear(gate / (1 + np.exp(-gate)) * linear(x, mlp["up"]), mlp["down"])
-
     def forward(
         self, tokens: Sequence[Sequence[int]], rows: Sequence[Sequence[int]]
     ) -> list[np.ndarray]:
@@ -272,30 +267,55 @@ class DenseModel:
         count = [len(t) for t in tokens]
         x = np.zeros((len(rows), max(count), c.hidden_size))
         for r, new in enumerate(tokens):
-            x[r, : len(new)] = p["embed"]["embedding"][list(new)]
-
-        def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-            return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + c.norm_eps) * scale
-
-        for i, shelf in enumerate(self.shelves):
+            x[r, : len(new)] = p["embed"]["embedding"][list(new)] * c.embedding_multiplier
+        for i in range(c.num_layers):
             layer = p[f"layers_{i}"]
-            a, h = layer["attention"], norm(x, layer["attention_norm"]["scale"])
-            if c.mla:
-                q, k, v = expanded_heads(c.mla, h, a)
-            else:
-                q, k, v = (linear(h, a[n]).reshape(*h.shape[:2], -1, c.head_dim) for n in "qkv")
-            if c.qk_norm:
-                q, k = norm(q, a["q_norm"]["scale"]), norm(k, a["k_norm"]["scale"])
-            shelf.append(rows, count, k, v)
-            out = np.nan_to_num(shelf.attend(rows, count, q, c.rope, c.scale))
-            out = out[..., : c.mla.value_dim] if c.mla else out
-            x = x + linear(out.reshape(*x.shape[:2], -1), a["o"])
-            x = x + self.mlp(layer, norm(x, layer["mlp_norm"]["scale"]))
-        logits = (
-            norm(x, p["norm"]["scale"])
-            @ (p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]).T
-        )
+            out = self._attention(i, self._normed(x, layer, "attention_norm"), rows, count)
+            x = x + self._normed(out, layer, "attention_post_norm") * c.residual_multiplier
+            out = self.mlp(layer, self._normed(x, layer, "mlp_norm"))
+            x = x + self._normed(out, layer, "mlp_post_norm") * c.residual_multiplier
+        table = p["embed"]["embedding"] if c.tie_embeddings else p["head"]["kernel"]
+        logits = self._normed(x, p, "norm") @ table.T / c.logit_divisor
+        if c.logit_softcap:
+            logits = c.logit_softcap * np.tanh(logits / c.logit_softcap)
         return [logits[r, :n] for r, n in enumerate(count)]
+
+    def mlp(self, layer, x: np.ndarray) -> np.ndarray:
+        """The MLP of a layer, given the layer's parameters."""
+        mlp = layer["mlp"]
+        gate = linear(x, mlp["gate"])
+        if self.config.activation == "silu":
+            gate = gate / (1 + np.exp(-gate))
+        else:
+            gate = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+        return linear(gate * linear(x, mlp["up"]), mlp["down"])
+
+    def _normed(self, x: np.ndarray, module, name: str) -> np.ndarray:
+        """x where the model has no such norm."""
+        if name not in module:
+            return x
+        scale = module[name]["scale"] + self.config.norm_adds_one
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + self.config.norm_eps) * scale
+
+    def _attention(self, i: int, x: np.ndarray, rows, count: list[int]) -> np.ndarray:
+        c, a, shelf = self.config, self.params[f"layers_{i}"]["attention"], self.shelves[i]
+        if c.mla:
+            q, k, v = expanded_heads(c.mla, x, a)
+        else:
+            q, k, v = (linear(x, a[name]) for name in "qkv")
+            if c.qk_norm_whole:
+                q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")
+            q, k, v = (y.reshape(*x.shape[:2], -1, c.head_dim) for y in (q, k, v))
+        if c.qk_norm:
+            q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")
+        shelf.append(rows, count, k, v)
+        sinks = tuple(a["sinks"]) if c.attention_sinks else ()
+        scoring = Scoring(c.windows[i] if c.windows else 0, c.attention_softcap, sinks)
+        more = () if scoring == PLAIN else (scoring,)
+        rope = c.layer_ropes[i] if c.layer_ropes else c.rope
+        out = np.nan_to_num(shelf.attend(rows, count, q, rope, c.scale, *more))
+        out = out[..., : c.mla.value_dim] if c.mla else out
+        return linear(out.reshape(*x.shape[:2], -1), a["o"])
 
 
 def cache_with(

@@ -30,17 +30,13 @@ from typing import Any
 
 from jaxshare import models
 from jaxshare.paths import check_file, check_folder, reason, whole_file
+from jaxshare.serving.agents import profile_pictures
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.compiler.frames import FRAME
 from jaxshare.serving.agents.endpoint import OpenAIModel
 from jaxshare.serving.agents.errors import PausedError
 from jaxshare.serving.agents.journal import Journal
-from jaxshare.serving.agents.profile_pictures import (
-    contribution_picture,
-    profile_picture,
-    workflow_picture,
-)
 from jaxshare.serving.agents.questions import OpenQuestion
 from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
@@ -274,10 +270,7 @@ def _model(
         return agent_models.endpoint_model(options)
     name = options.model or getattr(module, "MODEL", "embedded")
     if not isinstance(name, str):
-        model = f"the {type(name).__name__} of {options.file}"
-        has = "has its own" if isinstance(name, EngineModel) else "has none"
-        agents_options.refuse_engine(options, f"{model} {has}")
-        return name, model
+        return name, agents_options.made_model(options, name)
     if name == "scripted":
         if not hasattr(module, "scripted"):
             raise ValueError(
@@ -319,11 +312,11 @@ def _write(
             folder = Path(options.plots)
             pictures = {
                 "timeline.png": timeline_picture(trace),
-                "profile.png": profile_picture(trace),
-                "workflow.png": workflow_picture(trace),
+                "profile.png": profile_pictures.profile_picture(trace),
+                "workflow.png": profile_pictures.workflow_picture(trace),
             }
             if shares := getattr(model, "contributions", None):
-                pictures["contributions.png"] = contribution_picture([*shares])
+                pictures["contributions.png"] = profile_pictures.contribution_picture([*shares])
             searched = [
                 run
                 for run in trace.runs

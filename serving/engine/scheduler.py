@@ -306,9 +306,8 @@ class Scheduler:
             self.kv.prepare(request)  # while the device is at work
         result = self._decode_rows.fetch()
         self.metrics.ran("decode", result.passes)
-        is_crowded = all(self.rows) and len(self.queue) > 0
-        seconds = self.kv.speeds.last_pass_seconds
-        self.output.payoff.ran(len(rows), seconds, result.passes, is_crowded)
+        times = self.kv.speeds.last_pass_seconds, result.passes
+        self.output.payoff.ran(len(rows), *times, all(self.rows) and len(self.queue) > 0)
         for row in rows:
             length = int(result.lengths[row.block])
             row.extent.length += length - row.length

@@ -1,0 +1,98 @@
+"""Gemma 2 and the texts of Gemma 3: the fields of config.json in which families differ."""
+
+from typing import Any
+
+from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.layer_types import FULL, SLIDING, read_kinds, read_ropes, windows_of
+
+_GELU = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new")
+_DEFAULT_WINDOW = 4096
+
+
+def _gemma2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    alternating = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
+    kinds = read_kinds(fields, num_layers, alternating)
+    return _common(fields, hidden_size, num_heads, kinds, softcaps=(50.0, 30.0)) | dict(
+        qk_norm=False
+    )
+
+
+def _gemma3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    kinds = _kinds_of_gemma3(fields, num_layers)
+    return _common(fields, hidden_size, num_heads, kinds, softcaps=(None, None)) | dict(
+        qk_norm=True
+    )
+
+
+def _kinds_of_gemma3(fields: Fields, num_layers: int) -> list[str]:
+    each = fields.positive("sliding_window_pattern", int, 6)
+    fields.take("_sliding_window_pattern", int, None)  # the same, beside layer_types
+    default = [SLIDING if (layer + 1) % each else FULL for layer in range(num_layers)]
+    return read_kinds(fields, num_layers, default)
+
+
+def _common(
+    fields: Fields,
+    hidden_size: int,
+    num_heads: int,
+    kinds: list[str],
+    softcaps: tuple[float | None, float | None],
+) -> dict[str, Any]:
+    _check_gelu(fields)
+    if fields.take("use_bidirectional_attention", bool, False):
+        raise fields.error("use_bidirectional_attention", "only causal models are supported")
+    fields.take("cache_implementation", str, None)  # of transformers' own cache
+    fields.positive("head_dim", int)
+    bias = fields.take("attention_bias", bool, False)
+    window = fields.nullable("sliding_window", int, _DEFAULT_WINDOW)
+    attention, logits = softcaps
+    return dict(
+        num_kv_heads=fields.positive("num_key_value_heads", int),
+        head_dim=read_head_dim(fields, hidden_size, num_heads),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=False,
+        activation="gelu_tanh",
+        norm_placement="both",
+        norm_adds_one=True,
+        score_scale=fields.positive("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        attention_softcap=fields.nullable("attn_logit_softcapping", float, attention) or 0.0,
+        logit_softcap=fields.nullable("final_logit_softcapping", float, logits) or 0.0,
+        embedding_multiplier=hidden_size**0.5,
+        windows=windows_of(fields, kinds, window),
+    )
+
+
+def _check_gelu(fields: Fields) -> None:
+    """hidden_act is a former name: where both are given, hidden_activation is meant."""
+    former = fields.take("hidden_act", str, _GELU[0])
+    name = "hidden_act" if fields.values.get("hidden_activation") is None else "hidden_activation"
+    if fields.take("hidden_activation", str, former) not in _GELU:
+        raise fields.error(name, f"only {_GELU[0]} is supported")
+
+
+def _ropes_of_gemma3(
+    fields: Fields, head_dim: int, max_positions: int, default_theta: float
+) -> dict[str, Any]:
+    kinds = _kinds_of_gemma3(fields, fields.positive("num_hidden_layers", int))
+    local = fields.positive("rope_local_base_freq", float, 10_000.0)
+    return read_ropes(fields, head_dim, max_positions, (default_theta, local), kinds)
+
+
+_NAMES = {
+    ("attention_post_norm",): "post_attention_layernorm",
+    ("mlp_norm",): "pre_feedforward_layernorm",
+    ("mlp_post_norm",): "post_feedforward_layernorm",
+}
+
+FAMILIES = {
+    "Gemma2ForCausalLM": Family("gemma2", _gemma2, 10_000.0, modules=_NAMES, tied_by_default=True),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        _gemma3,
+        1e6,
+        modules=_NAMES,
+        tied_by_default=True,
+        read_ropes=_ropes_of_gemma3,
+    ),
+}

@@ -1,0 +1,43 @@
+"""GLM-4 (THUDM, Z.ai) in both forms: the fields of config.json in which families differ."""
+
+import functools
+from typing import Any
+
+from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.rope_config import read_rope
+
+
+def _glm(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    fields.positive("head_dim", int)
+    return dict(
+        num_kv_heads=fields.positive("num_key_value_heads", int),
+        head_dim=read_head_dim(fields, hidden_size, num_heads),
+        qkv_bias=fields.take("attention_bias", bool, True),
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        rope_interleaved=True,
+    )
+
+
+def _glm4(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
+    return _glm(fields, hidden_size, num_heads, num_layers) | dict(norm_placement="both")
+
+
+_read_ropes = functools.partial(read_rope, default_partial=0.5)
+
+_NAMES = {("mlp", "gate_up"): "mlp.gate_up_proj"}
+_NAMES_OF_GLM4 = _NAMES | {
+    ("attention_post_norm",): "post_self_attn_layernorm",
+    ("mlp_post_norm",): "post_mlp_layernorm",
+}
+_FUSED = frozenset({"gate_up"})
+
+FAMILIES = {
+    "GlmForCausalLM": Family(
+        "glm", _glm, 10_000.0, modules=_NAMES, fused=_FUSED, read_ropes=_read_ropes
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4", _glm4, 10_000.0, modules=_NAMES_OF_GLM4, fused=_FUSED, read_ropes=_read_ropes
+    ),
+}
