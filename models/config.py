@@ -11,6 +11,7 @@ from jaxshare.models import (
     deepseek,
     gemma,
     glm,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -22,7 +23,7 @@ from jaxshare.models import (
     qwen_moe,
     smollm,
 )
-from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models.config_fields import Family, Fields, read_json
 from jaxshare.models.layer_types import same_everywhere
 from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
@@ -43,6 +44,7 @@ _MODULES = (
     olmoe,
     granite,
     glm,
+    gpt_oss,
 )
 FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 
@@ -351,7 +353,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
         raise fields.error(
             "num_key_value_heads", f"it must divide num_attention_heads, {num_heads}"
         )
-    _check_fixed(fields, num_layers, specific)
+    _check_fixed(fields, family, num_layers, specific)
     rotary = specific.pop("rotary_dim", specific["head_dim"])
     max_positions = fields.positive("max_position_embeddings", int)
     ropes = (family.read_ropes or read_rope)(fields, rotary, max_positions, family.default_theta)
@@ -387,7 +389,9 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _check_fixed(fields: Fields, num_layers: int, specific: Mapping[str, Any]) -> None:
+def _check_fixed(
+    fields: Fields, family: Family, num_layers: int, specific: Mapping[str, Any]
+) -> None:
     """Checks fields that must have one value in families that do not read them."""
     if "activation" not in specific and fields.take("hidden_act", str, "silu") not in (
         "silu",
@@ -398,7 +402,8 @@ def _check_fixed(fields: Fields, num_layers: int, specific: Mapping[str, Any]) -
         raise fields.error("is_causal", "only causal models are supported")
     if "windows" not in specific:
         same_everywhere(fields, num_layers, None)
-    if fields.values.get("quantization_config"):
+    quantized = fields.take("quantization_config", dict, None) or {}
+    if quantized and quantized.get("quant_method") not in family.quantizations:
         raise fields.error(
             "quantization_config",
             "quantized weights are not supported: use a checkpoint in bfloat16 or float16",

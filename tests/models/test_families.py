@@ -422,7 +422,7 @@ def test_gemma_3_in_the_form_of_transformers_5():
 
 def test_smollm3_has_layers_without_rotation():
     config = ModelConfig.from_json(SMOLLM3_3B)
-    rotation, none = Rope.default(128, 5e6), Rope.none(128)
+    rotation, none = Rope.default(128, 5e6), Rope.none()
     assert config.layer_ropes == (rotation, rotation, rotation, none) * 9
     assert config.rope == rotation and config.tie_embeddings and config.windows == ()
     by_interval = {k: v for k, v in SMOLLM3_3B.items() if k != "no_rope_layers"}

@@ -20,7 +20,8 @@ import pytest
 from jaxshare import models
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
-from tests.helpers import DenseModel, mostly_slow
+from tests.helpers import mostly_slow
+from tests.models.test_moe_models import DenseExperts
 from tests.paths import FIXTURES
 
 FOLDER = Path(os.environ.get("JAXSHARE_PARITY_FIXTURES") or FIXTURES / "parity")
@@ -180,7 +181,7 @@ def test_workers_in_three_layouts(case):
     """Greedy workers that are also fed tokens at random, against float64 numpy that turns every key
     to its place in each row and pass. The numpy model is compared with transformers, too."""
     model, expected = load(case)
-    alone = DenseModel(model.config, model.params, 1)
+    alone = DenseExperts(model.config, model.params, 1)
     (logits,) = alone.forward([expected["tokens"][:80].tolist()], [[0]])
     np.testing.assert_allclose(logits, expected["logits"][:80], rtol=0, atol=TOLERANCE)
     for layout, (rows, moves) in LAYOUTS.items():
@@ -195,7 +196,7 @@ def run_workers(
     rng: random.Random,
 ) -> None:
     cache = KVCache.create(model.config, CAPACITIES, dtype=jnp.float32)
-    dense = DenseModel(model.config, model.params, len(CAPACITIES))
+    dense = DenseExperts(model.config, model.params, len(CAPACITIES))
 
     def forward(new: list[list[int]], listed: list[list[int]]) -> list[int]:
         """The tokens that follow, after a comparison of all logits."""
