@@ -142,6 +142,10 @@ class Family:
       tied_by_default: files without tie_word_embeddings have no head of their own.
       read_ropes: reads the rotation as `read_rope` does, which is the default; it may return
         layer_ropes.
+      text_type: the `model_type` of text_config, in checkpoints of texts and images, whose language
+        model is read and the rest left out.
+      text_defaults: what a text_config without a field means.
+      prefix: of the names of the language model's tensors in such checkpoints.
     """
 
     model_type: str
@@ -153,6 +157,9 @@ class Family:
     predicts_later_tokens: bool = False
     tied_by_default: bool = False
     read_ropes: Callable[[Fields, int, int, Any], dict[str, Any]] | None = None
+    text_type: str = ""
+    text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
 
 
 def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
