@@ -51,7 +51,10 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.serving.agents.emitting": "jaxshare.serving.agents.compiler.instructions",
     "jaxshare.serving.agents.exchange": "jaxshare.serving.agents.messages",
     "jaxshare.serving.agents.expressions": "jaxshare.serving.agents.compiler.expressions",
-    "jaxshare.serving.agents.frames": "jaxshare.serving.agents.compiler.frames",
+    "jaxshare.serving.agents.frames": (
+        "jaxshare.serving.agents.compiler.frames",
+        "jaxshare.serving.agents.compiler.duplicates",
+    ),
     "jaxshare.serving.agents.graph": "jaxshare.serving.agents.compiler.flow_graph",
     "jaxshare.serving.agents.lowering": "jaxshare.serving.agents.compiler.statements",
     "jaxshare.serving.agents.models": "jaxshare.serving.agents.backends",

@@ -11,6 +11,7 @@ from jaxshare.models import (
     deepseek,
     gemma,
     glm,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -43,6 +44,7 @@ _MODULES = (
     olmoe,
     granite,
     glm,
+    gpt_oss,
 )
 FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 
@@ -295,6 +297,16 @@ class ModelConfig:
         }
 
     @property
+    def mlp_numbers(self) -> int:
+        """The numbers of a token that the widest MLP of a layer has at once: units of gate and up,
+        and the outputs of experts."""
+        moe = self.moe
+        if moe is None:
+            return 2 * self.intermediate_size
+        of_experts = moe.top_k * (2 * moe.expert_size + self.hidden_size) + 2 * moe.shared_size
+        return max(2 * self.intermediate_size, of_experts)
+
+    @property
     def scale(self) -> float:
         """The scale of attention scores."""
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
@@ -359,7 +371,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
         raise fields.error(
             "num_key_value_heads", f"it must divide num_attention_heads, {num_heads}"
         )
-    _check_fixed(fields, num_layers, specific)
+    _check_fixed(fields, family, num_layers, specific)
     rotary = specific.pop("rotary_dim", specific["head_dim"])
     max_positions = fields.positive("max_position_embeddings", int)
     ropes = (family.read_ropes or read_rope)(fields, rotary, max_positions, family.default_theta)
@@ -407,7 +419,9 @@ def _text(fields: Fields, family: Family) -> Fields:
     return text
 
 
-def _check_fixed(fields: Fields, num_layers: int, specific: Mapping[str, Any]) -> None:
+def _check_fixed(
+    fields: Fields, family: Family, num_layers: int, specific: Mapping[str, Any]
+) -> None:
     """Checks fields that must have one value in families that do not read them."""
     if "activation" not in specific and fields.take("hidden_act", str, "silu") not in (
         "silu",
@@ -418,7 +432,8 @@ def _check_fixed(fields: Fields, num_layers: int, specific: Mapping[str, Any]) -
         raise fields.error("is_causal", "only causal models are supported")
     if "windows" not in specific:
         same_everywhere(fields, num_layers, None)
-    if fields.values.get("quantization_config"):
+    quantized = fields.take("quantization_config", dict, None) or {}
+    if quantized and quantized.get("quant_method") not in family.quantizations:
         raise fields.error(
             "quantization_config",
             "quantized weights are not supported: use a checkpoint in bfloat16 or float16",

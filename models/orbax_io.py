@@ -320,16 +320,11 @@ def restore_params(
             return NamedSharding(module.mesh, PartitionSpec())
         return sharding.sharding(module.mesh, module.names(path))
 
-    target = nested(
-        {
-            tensor.path: jax.ShapeDtypeStruct(
-                tensor.shape,
-                kept_dtype(tensor.path, dtype),
-                sharding=initial_sharding(tensor.path),
-            )
-            for tensor in expected.values()
-        }
-    )
+    def form(tensor: ExpectedTensor) -> jax.ShapeDtypeStruct:
+        kept = kept_dtype(tensor.path, dtype)
+        return jax.ShapeDtypeStruct(tensor.shape, kept, sharding=initial_sharding(tensor.path))
+
+    target = nested({tensor.path: form(tensor) for tensor in expected.values()})
     try:
         with ocp.StandardCheckpointer() as checkpointer, waiting_for_reads():
             params = checkpointer.restore((folder / PARAMS).resolve(), target)

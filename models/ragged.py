@@ -7,7 +7,6 @@ or that of tokamax where this is installed.
 Axis letters: S rows, G groups, B rows of a block.
 """
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -53,7 +52,6 @@ def ragged_product(
     return found.astype(dtype)
 
 
-@functools.cache
 def _ragged_dot() -> Callable[..., Array]:
     """The ragged product of tokamax, an option, or XLA's."""
     if importlib.util.find_spec("tokamax") is None:

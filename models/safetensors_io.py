@@ -28,6 +28,7 @@ from jaxshare.models.config_fields import cut, first_line, read_json
 from jaxshare.models.tensor_names import (
     ExpectedTensor,
     Part,
+    as_stored,
     assembled,
     expected_tensors,
     kept_dtype,
@@ -179,8 +180,10 @@ def match_tensors(
       CheckpointError: lists all that are missing, unexpected, of a wrong shape or of a dtype that
         is not a plain float.
     """
-    expected = expected_tensors(config)
+    expected = as_stored(expected_tensors(config), stored)
     shapes = stored_shapes(expected)
+    parts = [part for tensor in expected.values() for part in tensor.parts if part.scales]
+    packed = {name for part in parts for name in (part.name, part.scales)}
     problems = [f"{name} is missing" for name in shapes.keys() - stored.keys()]
     problems += [
         f"{name} is unexpected"
@@ -190,9 +193,10 @@ def match_tensors(
     for name in shapes.keys() & stored.keys():
         if stored[name].shape != shapes[name]:
             problems.append(f"{name} has shape {stored[name].shape}, not {shapes[name]}")
-        if stored[name].dtype not in DTYPES:
+        dtypes = ("U8",) if name in packed else tuple(DTYPES)
+        if stored[name].dtype not in dtypes:
             problems.append(
-                f"{name} has dtype {stored[name].dtype}, not one of {', '.join(DTYPES)}"
+                f"{name} has dtype {stored[name].dtype}, not one of {', '.join(dtypes)}"
             )
     if problems:
         numbered = sorted(
@@ -328,7 +332,7 @@ def read_tensors(
     """
 
     def size(tensor: ExpectedTensor) -> int:
-        dtype = DTYPES[stored[tensor.parts[0].name].dtype]
+        dtype = DTYPES.get(stored[tensor.parts[0].name].dtype, jnp.bfloat16)
         return math.prod(tensor.shape) * np.dtype(dtype).itemsize
 
     total = sum(map(size, expected.values()))
@@ -338,13 +342,12 @@ def read_tensors(
     ) as bar:
 
         def read(part: Part) -> np.ndarray:
-            with _open(stored[part.name].file) as tensors:
-                if part.groups == 1:
-                    value = tensors.get_slice(part.name)[part.start : part.stop]
-                else:
-                    whole = tensors.get_tensor(part.name)
-                    groups = whole.reshape(part.groups, -1, *whole.shape[1:])
-                    value = groups[:, part.start : part.stop].reshape(-1, *whole.shape[1:])
+            with contextlib.ExitStack() as files:
+
+                def tensor(name: str) -> Any:
+                    return files.enter_context(_open(stored[name].file)).get_slice(name)
+
+                value = part.taken(tensor)
             bar.update(value.nbytes)
             return value
 

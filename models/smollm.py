@@ -50,8 +50,9 @@ def _read_ropes(
         return found
     if "short_rope" in found:
         raise fields.error("rope_scaling", "longrope is not supported beside layers without rope")
-    ropes = tuple(found["rope"] if turns else Rope.none() for turns in rotates)
-    return found | dict(layer_ropes=ropes)
+    rope: Rope = found["rope"]
+    none = Rope.none()
+    return found | dict(layer_ropes=tuple(rope if turns else none for turns in rotates))
 
 
 FAMILIES = {

@@ -37,6 +37,16 @@ class Watched:
     found: int | None = None
     follows: bool = False
 
+    @property
+    def way(self) -> str:
+        """How it samples again: "stepwise" or "hotspot"."""
+        return way_of(self.kind)
+
+
+def way_of(kind: Hashable) -> str:
+    """The way to sample again, the last part of a kind."""
+    return kind[-1] if isinstance(kind, tuple) else "stepwise"
+
 
 class Evidence:
     """The tokens of recent outputs, by state."""
