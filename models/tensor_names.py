@@ -142,15 +142,20 @@ def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str
       path: under "params", for example ("layers_0", "attention", "q", "kernel").
       config: of the model; default one of Llama.
     """
-    modules = _modules(config)
+    modules, prefix = _modules(config), prefix_of(config)
     *module, leaf = path
     suffix = _SUFFIXES.get(leaf, ".weight")
     if path[0] == "head":
-        return f"lm_head{suffix}"
+        return f"{prefix}lm_head{suffix}"
     layer = ""
     if path[0].startswith("layers_"):
         layer, *module = f"layers.{path[0].removeprefix('layers_')}.", *module[1:]
-    return f"model.{layer}{modules[tuple(module)]}{suffix}"
+    return f"{prefix}model.{layer}{modules[tuple(module)]}{suffix}"
+
+
+def prefix_of(config: ModelConfig | None) -> str:
+    """Returns what the names of a model's tensors begin with in a checkpoint of other parts, too."""
+    return "" if config is None else FAMILIES[config.architecture].prefix
 
 
 def _modules(config: ModelConfig | None) -> Mapping[tuple[str, ...], str]:
