@@ -149,6 +149,23 @@ _NO_EFFECT = frozenset(
 )
 
 
+_OF_IMAGES = frozenset(
+    {
+        "vision_config",
+        "image_token_index",
+        "image_token_id",
+        "boi_token_index",
+        "eoi_token_index",
+        "mm_tokens_per_image",
+        "spatial_merge_size",
+        "vision_feature_layer",
+        "projector_hidden_act",
+        "multimodal_projector_bias",
+    }
+)
+"""Settings of images, in checkpoints whose language model is read alone."""
+
+
 class LayerForm(NamedTuple):
     """The ways in which layers of one model differ. Layers of one form are traced once.
 
@@ -343,6 +360,7 @@ class ModelConfig:
 def _from_fields(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
+    fields = _text(fields, family) if family.text_type else fields
     hidden_size, num_heads = (
         fields.positive("hidden_size", int),
         fields.positive("num_attention_heads", int),
@@ -387,6 +405,18 @@ def _architecture(fields: Fields) -> str:
     if fields.take("model_type", str, family.model_type) not in types:
         raise fields.error("model_type", f"for {names[0]} it must be {' or '.join(types)}")
     return names[0]
+
+
+def _text(fields: Fields, family: Family) -> Fields:
+    """Returns the settings of the language model in a checkpoint of texts and images."""
+    values = {**family.text_defaults, **fields.take("text_config", dict)}
+    if (tied := fields.take("tie_word_embeddings", bool, None)) is not None:
+        values.setdefault("tie_word_embeddings", tied)
+    fields.finish(_NO_EFFECT | _OF_IMAGES)
+    text = Fields(values, fields.source, "text_config.")
+    if text.take("model_type", str, family.text_type) != family.text_type:
+        raise text.error("model_type", f"only {family.text_type} is supported")
+    return text
 
 
 def _check_fixed(

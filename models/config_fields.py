@@ -145,6 +145,10 @@ class Family:
       quantizations: the methods of quantization_config whose weights are read, as plain numbers.
       read_ropes: reads the rotation as `read_rope` does, which is the default; it may return
         layer_ropes.
+      text_type: the `model_type` of text_config, in checkpoints of texts and images, whose language
+        model is read and the rest left out.
+      text_defaults: what a text_config without a field means.
+      prefix: of the names of the language model's tensors in such checkpoints.
     """
 
     model_type: str
@@ -158,6 +162,9 @@ class Family:
     read_ropes: Callable[[Fields, int, int, Any], dict[str, Any]] | None = None
     stacks_experts: bool = False
     quantizations: frozenset[str] = frozenset()
+    text_type: str = ""
+    text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
 
 
 def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:

@@ -32,6 +32,7 @@ from jaxshare.models.tensor_names import (
     assembled,
     expected_tensors,
     kept_dtype,
+    prefix_of,
     stored_shapes,
 )
 
@@ -214,15 +215,22 @@ def match_tensors(
     return expected
 
 
+_OF_IMAGES = "vision_tower.", "multi_modal_projector."
+
+
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Returns True for rope frequencies, which config.json gives, for a tied head, and for layers
-    after the last that predict later tokens, in families that have them."""
+    """Returns True for rope frequencies, which config.json gives, for a tied head, for layers after
+    the last that predict later tokens, in families that have them, and for parts that are of
+    images."""
+    prefix = prefix_of(config)
+    if prefix and name.startswith(_OF_IMAGES):
+        return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     is_later = layer is not None and int(layer[1]) >= config.num_layers
     if is_later and FAMILIES[config.architecture].predicts_later_tokens:
         return True
     return name.endswith(".rotary_emb.inv_freq") or (
-        name == "lm_head.weight" and config.tie_embeddings
+        name == f"{prefix}lm_head.weight" and config.tie_embeddings
     )
 
 

@@ -85,7 +85,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowOrder:
+class RotaryOrder:
     """The order of the rows of a projection to heads whose checkpoint rotates pairs (2 i, 2 i + 1).
 
     Attributes:
@@ -132,7 +132,7 @@ class ExpectedTensor:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     is_stacked: bool = False
-    order: RowOrder | None = None
+    order: RotaryOrder | None = None
 
 
 def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str:
@@ -142,15 +142,20 @@ def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str
       path: under "params", for example ("layers_0", "attention", "q", "kernel").
       config: of the model; default one of Llama.
     """
-    modules = _modules(config)
+    modules, prefix = _modules(config), prefix_of(config)
     *module, leaf = path
     suffix = _SUFFIXES.get(leaf, ".weight")
     if path[0] == "head":
-        return f"lm_head{suffix}"
+        return f"{prefix}lm_head{suffix}"
     layer = ""
     if path[0].startswith("layers_"):
         layer, *module = f"layers.{path[0].removeprefix('layers_')}.", *module[1:]
-    return f"model.{layer}{modules[tuple(module)]}{suffix}"
+    return f"{prefix}model.{layer}{modules[tuple(module)]}{suffix}"
+
+
+def prefix_of(config: ModelConfig | None) -> str:
+    """Returns what the names of a model's tensors begin with in a checkpoint of other parts, too."""
+    return "" if config is None else FAMILIES[config.architecture].prefix
 
 
 def _modules(config: ModelConfig | None) -> Mapping[tuple[str, ...], str]:
@@ -250,14 +255,14 @@ def _in_mxfp4(part: Part) -> Part:
     return dataclasses.replace(part, name=blocks, shape=shape, is_transposed=False, scales=scales)
 
 
-def _row_order(config: ModelConfig, module: str) -> RowOrder | None:
+def _row_order(config: ModelConfig, module: str) -> RotaryOrder | None:
     """The order of the rows of a projection whose heads are rotated; None for others."""
     rotary_dim, mla = config.rope.rotary_dim, config.mla
     if mla and module in ("q", "q_b"):
-        return RowOrder(mla.query_dim, rotary_dim, mla.nope_dim)
+        return RotaryOrder(mla.query_dim, rotary_dim, mla.nope_dim)
     if mla and module == "kv_a":
-        return RowOrder(mla.cached_dim, rotary_dim, mla.kv_lora_rank)
-    return RowOrder(config.head_dim, rotary_dim) if module in ("q", "k") else None
+        return RotaryOrder(mla.cached_dim, rotary_dim, mla.kv_lora_rank)
+    return RotaryOrder(config.head_dim, rotary_dim) if module in ("q", "k") else None
 
 
 def _part_of_kv_b(
