@@ -217,26 +217,11 @@ def measure(
             return measured.seconds
 
         if not found:  # compiles; by no policy's time
-            run(
-                model,
-                POLICIES["contribution"](),
-                tasks=tasks,
-                rounds=min(rounds, 2),
-                seed=0,
-                capacity=capacity,
-                host=capacity if with_host else 0,
-            )
+            sizes = {"capacity": capacity, "host": capacity if with_host else 0, "seed": 0}
+            run(model, POLICIES["contribution"](), tasks=tasks, rounds=min(rounds, 2), **sizes)
         alternate({name: lambda name=name: side(name) for name in ("ample", *policies)}, repeats)
-        found.append(
-            {
-                "tasks": tasks,
-                "rounds": rounds,
-                "repeats": repeats,
-                "capacity": capacity,
-                "host": tokens,
-                "policies": summarise(runs),
-            }
-        )
+        settings = {"tasks": tasks, "rounds": rounds, "repeats": repeats, "capacity": capacity}
+        found.append({**settings, "host": tokens, "policies": summarise(runs)})
     return found
 
 
