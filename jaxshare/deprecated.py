@@ -35,7 +35,10 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.models.fields": "jaxshare.models.config_fields",
     "jaxshare.models.forms": "jaxshare.serving.evaluation.arithmetic_forms",
     "jaxshare.models.generation": "jaxshare.models.generation_config",
-    "jaxshare.models.hf": "jaxshare.models.safetensors_io",
+    "jaxshare.models.hf": (
+        "jaxshare.models.safetensors_io",
+        "jaxshare.models.tensor_names",
+    ),
     "jaxshare.models.problems": "jaxshare.serving.evaluation.arithmetic",
     "jaxshare.models.reads": "jaxshare.models.orbax_io",
     "jaxshare.models.rope_fields": "jaxshare.models.rope_config",

@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 from jaxshare import paths, sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.config_fields import first_line
+from jaxshare.models.config_fields import first_line, read_json
 from jaxshare.models.safetensors_io import (
     INDEX,
     SINGLE,
@@ -109,6 +109,8 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
             is_weights = file.name.endswith(_WEIGHT_SUFFIXES)
             if file.is_file() and not is_weights and not file.name.startswith("."):
                 shutil.copyfile(file, partial / file.name)
+        if from_orbax:
+            _remove_quantization(partial / "config.json")
         sizes = (
             _write_safetensors(partial, tensors)
             if from_orbax
@@ -124,6 +126,13 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
         raise
     form = "huggingface" if from_orbax else "orbax"
     return {"form": form, "tensors": len(sizes), "bytes": sum(sizes)}
+
+
+def _remove_quantization(file: Path) -> None:
+    """Makes a configuration that of plain weights, as which parameters are written."""
+    settings = read_json(file)
+    if settings.pop("quantization_config", None) is not None:
+        file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _write_failure(error: BaseException) -> OSError | None:

@@ -85,7 +85,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class RowOrder:
+class RotaryOrder:
     """The order of the rows of a projection to heads whose checkpoint rotates pairs (2 i, 2 i + 1).
 
     Attributes:
@@ -132,7 +132,7 @@ class ExpectedTensor:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     is_stacked: bool = False
-    order: RowOrder | None = None
+    order: RotaryOrder | None = None
 
 
 def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str:
@@ -255,14 +255,14 @@ def _in_mxfp4(part: Part) -> Part:
     return dataclasses.replace(part, name=blocks, shape=shape, is_transposed=False, scales=scales)
 
 
-def _row_order(config: ModelConfig, module: str) -> RowOrder | None:
+def _row_order(config: ModelConfig, module: str) -> RotaryOrder | None:
     """The order of the rows of a projection whose heads are rotated; None for others."""
     rotary_dim, mla = config.rope.rotary_dim, config.mla
     if mla and module in ("q", "q_b"):
-        return RowOrder(mla.query_dim, rotary_dim, mla.nope_dim)
+        return RotaryOrder(mla.query_dim, rotary_dim, mla.nope_dim)
     if mla and module == "kv_a":
-        return RowOrder(mla.cached_dim, rotary_dim, mla.kv_lora_rank)
-    return RowOrder(config.head_dim, rotary_dim) if module in ("q", "k") else None
+        return RotaryOrder(mla.cached_dim, rotary_dim, mla.kv_lora_rank)
+    return RotaryOrder(config.head_dim, rotary_dim) if module in ("q", "k") else None
 
 
 def _part_of_kv_b(

@@ -76,18 +76,25 @@ def reference_attention(
             * scale
         )
         scores = jnp.tanh(scores / softcap) * softcap if softcap else scores
-        scores = jnp.where(sees, scores, -jnp.inf)
-        if sinks is not None:  # one more key for each head, whose value is 0
-            sink = sinks.reshape(kv_heads, -1, 1, 1).astype(scores.dtype)
-            sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
-            scores = jnp.concatenate([scores, sink], axis=-1)
-        weights = jnp.exp(scores - jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30))
-        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+        weights = _softmax(jnp.where(sees, scores, -jnp.inf), sinks)
         mixed = jnp.einsum(
-            "kgts,ksd->kgtd", weights[..., :tokens], values.astype(jnp.float32), precision="highest"
+            "kgts,ksd->kgtd", weights, values.astype(jnp.float32), precision="highest"
         )
         out.append(mixed.reshape(heads, width, values.shape[2]).swapaxes(0, 1))
     return jnp.stack(out).astype(q.dtype)
+
+
+def _softmax(scores: Array, sinks: Array | None) -> Array:
+    """The weights of keys from their scores [K, G, T, S]; 0 where a query sees none. A sink is one
+    more key for each head, whose value is 0."""
+    tokens = scores.shape[-1]
+    if sinks is not None:
+        sink = sinks.reshape(scores.shape[0], -1, 1, 1).astype(scores.dtype)
+        sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jnp.exp(scores - jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30))
+    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+    return weights[..., :tokens]
 
 
 def _written(plan: Plan) -> Array:

@@ -1,4 +1,4 @@
-"""What replays would have given, known from the tokens of outputs alone.
+"""Replays as they would have been, known from the tokens of outputs alone.
 
 Two outputs for one prompt share the distributions of the tokens that both begin with, and that of
 the token at which they part. So the tokens say how many distributions a Logits Cache would have

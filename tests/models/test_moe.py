@@ -275,3 +275,16 @@ def test_experts_over_the_devices_of_a_mesh(form, devices, experts):
     )
     x = tokens(6)[None]
     np.testing.assert_allclose(run(params, x), apply(moe, params, x), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", [{3: 2, 17: 1, 39: 5}, {0: 3}, {}])
+def test_few_rows_read_their_own_matrices(sizes):
+    rng = np.random.default_rng(2)
+    rows, kernel = rng.standard_normal((8, 6)), rng.standard_normal((40, 5, 6))
+    counts = [sizes.get(group, 0) for group in range(40)]
+    group = np.repeat(np.arange(40), counts)
+    arrays = [jnp.asarray(each, "float32") for each in (rows, kernel)]
+    with assume_device(H200):
+        y = ragged_product(*arrays, jnp.array(counts), jnp.float32)
+    expected = np.einsum("sm,sfm->sf", rows[: len(group)], kernel[group])
+    np.testing.assert_allclose(y[: len(group)], expected, atol=1e-5)
