@@ -25,7 +25,7 @@ from jaxshare.serving.logits_cache.evidence import Evidence, Watched, way_of
 
 _REPEATS = 2
 """Requests that came again, or beside another one of their state, until a kind is known."""
-_MARGIN = 2.0
+_MARGIN = 3.0
 """Times the cost that has to be spared. The cost is measured apart from a pass, which hides some."""
 _TRIED_STATES, _RETRIED_STATES = 8, 64
 """One state of so many is tried until hotspots were measured twice, and from then on."""

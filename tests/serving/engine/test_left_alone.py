@@ -19,11 +19,11 @@ COUNT, TURNS = 20, 4
 
 @pytest.fixture
 def engine():
-    """One whose passes take a millisecond a row, and that takes a tenth of one to keep a token."""
+    """One whose passes take a millisecond, as does what the host does for a request."""
     made = Stepped(2048, **SHORT)
     made._scheduler.kv.speeds = speeds = FixedSpeeds()
     speeds.last_pass_seconds = 1e-3
-    made._scheduler.output.payoff = Payoff((1, 31, 8), Clock(3e-3))
+    made._scheduler.output.payoff = Payoff((1, 31, 8), Clock(1e-3))
     return made
 
 
