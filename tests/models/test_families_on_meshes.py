@@ -1,11 +1,13 @@
-"""Dense families on meshes and with packed parameters, against one device and plain ones."""
+"""Dense families on meshes, with packed parameters, and converted, against one device, plain ones and
+what was converted."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxshare import KVCache, Layout, models
-from jaxshare.models import LoadedModel
+from jaxshare.models import LoadedModel, orbax_io
 from jaxshare.models.packed import pack
 from jaxshare.sharding import make_mesh
 from tests.helpers import mostly_slow
@@ -55,3 +57,21 @@ def test_packed_parameters_give_the_same_logits(case):
     assert {"qkv", "o"} <= packed["params"]["layers_0"]["attention"].keys()
     found = model.module.apply(packed, TOKENS, method="causal")
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(["glm4_gqa_partial", "phi3_gqa", "olmo3_mha", "gemma3_inside_a_model_of_images"]),
+)
+def test_converted_and_back_every_tensor_is_the_same(case, tmp_path):
+    """Fused projections, rows in another order; of a model of images the language model alone."""
+    source, there, back = FIXTURES / "parity" / case, tmp_path / "orbax", tmp_path / "back"
+    orbax_io.convert(source, there)
+    orbax_io.convert(there, back)
+    first, last = (safetensors.numpy.load_file(f / "model.safetensors") for f in (source, back))
+    of_images = {name for name in first if name.startswith(("vision_tower.", "multi_modal"))}
+    assert bool(of_images) == ("images" in case) and first.keys() - of_images == last.keys()
+    for name, tensor in last.items():
+        assert tensor.dtype == first[name].dtype
+        np.testing.assert_array_equal(tensor, first[name])
+    assert models.load(there).fingerprint == models.load(source).fingerprint

@@ -169,6 +169,40 @@ def run(
     )
 
 
+@dataclasses.dataclass
+class _Sides:
+    """The runs of each policy, which take turns; `ample` is lru with memory for all.
+
+    Attributes:
+      plots: a folder for pictures of the first run by contribution.
+      runs: of each policy, in order; each has its number as its seed.
+    """
+
+    model: LoadedModel
+    tasks: int
+    rounds: int
+    capacity: int
+    host: int
+    plots: Path | None
+    runs: dict[str, list[Measured]] = dataclasses.field(default_factory=dict)
+
+    def run(self, name: str) -> float:
+        """Runs a policy's next workflow; returns its seconds."""
+        own, is_ample = self.runs.setdefault(name, []), name == "ample"
+        measured = run(
+            self.model,
+            POLICIES["lru" if is_ample else name](),
+            tasks=self.tasks,
+            rounds=self.rounds,
+            seed=len(own),
+            capacity=AMPLE if is_ample else self.capacity,
+            host=0 if is_ample else self.host,
+            plots=self.plots if name == "contribution" and not own else None,
+        )
+        own.append(measured)
+        return measured.seconds
+
+
 def measure(
     *,
     tasks: int,
@@ -198,35 +232,13 @@ def measure(
             f"{tokens} on the host ...",
             file=sys.stderr,
         )
-        runs: dict[str, list[Measured]] = {}
-
-        def side(name: str, runs: dict[str, list[Measured]] = runs, tokens: int = tokens) -> float:
-            own = runs.setdefault(name, [])
-            is_ample = name == "ample"
-            measured = run(
-                model,
-                POLICIES["lru" if is_ample else name](),
-                tasks=tasks,
-                rounds=rounds,
-                seed=len(own),
-                capacity=AMPLE if is_ample else capacity,
-                host=0 if is_ample else tokens,
-                plots=plots if name == "contribution" and not (own or tokens) else None,
-            )
-            own.append(measured)
-            return measured.seconds
-
+        sides = _Sides(model, tasks, rounds, capacity, tokens, None if tokens else plots)
         if not found:  # compiles; by no policy's time
-            run(
-                model,
-                POLICIES["contribution"](),
-                tasks=tasks,
-                rounds=min(rounds, 2),
-                seed=0,
-                capacity=capacity,
-                host=capacity if with_host else 0,
+            dataclasses.replace(sides, rounds=min(rounds, 2), plots=None, runs={}).run(
+                "contribution"
             )
-        alternate({name: lambda name=name: side(name) for name in ("ample", *policies)}, repeats)
+        names = ("ample", *policies)
+        alternate({name: lambda name=name, sides=sides: sides.run(name) for name in names}, repeats)
         found.append(
             {
                 "tasks": tasks,
@@ -234,7 +246,7 @@ def measure(
                 "repeats": repeats,
                 "capacity": capacity,
                 "host": tokens,
-                "policies": summarise(runs),
+                "policies": summarise(sides.runs),
             }
         )
     return found
