@@ -28,11 +28,7 @@ def costs_by_agent(log: SearchLog) -> dict[str, tuple[int, int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-<<<<<<< HEAD
 class _Stretch:
-=======
-class _AgentWork:
->>>>>>> 61cd44a69f07fd38c216a0d87df78bd87d47ea1d
     """Uninterrupted work of one agent: a model call of a run, or a part of a run that it spawned.
 
     Attributes:
@@ -65,26 +61,17 @@ def flows(log: SearchLog) -> dict[tuple[str, str], int]:
         works = [work for child in children for work in _parts(child)]
         works += _calls(run, children, works)
         works.sort(key=lambda work: (work.began, work.ended))
-<<<<<<< HEAD
         first = _Stretch(run.agent, run.id, -math.inf, -math.inf)
         last = _Stretch(run.agent, run.id, math.inf, math.inf)
-=======
-        first = _AgentWork(run.agent, run.id, -math.inf, -math.inf)
-        last = _AgentWork(run.agent, run.id, math.inf, math.inf)
->>>>>>> 61cd44a69f07fd38c216a0d87df78bd87d47ea1d
         for work, after in _successions([first, *works, last]):
             if work.run != after.run:
                 counts[work.agent, after.agent] += 1
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-<<<<<<< HEAD
-def _calls(run: LoggedRun, children: Sequence[LoggedRun], parts: Sequence[_Stretch]) -> list[_Stretch]:
-=======
 def _calls(
-    run: LoggedRun, children: Sequence[LoggedRun], parts: Sequence[_AgentWork]
-) -> list[_AgentWork]:
->>>>>>> 61cd44a69f07fd38c216a0d87df78bd87d47ea1d
+    run: LoggedRun, children: Sequence[LoggedRun], parts: Sequence[_Stretch]
+) -> list[_Stretch]:
     """A run's own model calls, each until its code spawns or resumes something after it.
 
     Args:
@@ -97,11 +84,7 @@ def _calls(
         spawned[place.split("#")[0].split("~")[0]] = child.began
     begins = [part.began for part in parts] if _has_one_path(run) else []
     return [
-<<<<<<< HEAD
         _Stretch(
-=======
-        _AgentWork(
->>>>>>> 61cd44a69f07fd38c216a0d87df78bd87d47ea1d
             run.agent,
             run.id,
             state.began,
@@ -116,27 +99,16 @@ def _calls(
     ]
 
 
-<<<<<<< HEAD
 def _parts(run: LoggedRun) -> list[_Stretch]:
-=======
-def _parts(run: LoggedRun) -> list[_AgentWork]:
->>>>>>> 61cd44a69f07fd38c216a0d87df78bd87d47ea1d
     """The parts of a run between the yields of its one path; all of it where there are several."""
     went_on = {state.parent: state.began for state in run.states}
     works, began = [], run.began
     for state in run.states if _has_one_path(run) else ():
         if state.waits_for == "yield":
-<<<<<<< HEAD
             works.append(_Stretch(run.agent, run.id, began, state.ended))
             began = went_on.get(state.path, math.inf)
     if began <= run.ended:
         works.append(_Stretch(run.agent, run.id, began, run.ended))
-=======
-            works.append(_AgentWork(run.agent, run.id, began, state.ended))
-            began = went_on.get(state.path, math.inf)
-    if began <= run.ended:
-        works.append(_AgentWork(run.agent, run.id, began, run.ended))
->>>>>>> 61cd44a69f07fd38c216a0d87df78bd87d47ea1d
     return works
 
 
@@ -144,11 +116,7 @@ def _has_one_path(run: LoggedRun) -> bool:
     return all(state.fired <= 1 for state in run.states)
 
 
-<<<<<<< HEAD
 def _successions(works: Sequence[_Stretch]) -> list[tuple[_Stretch, _Stretch]]:
-=======
-def _successions(works: Sequence[_AgentWork]) -> list[tuple[_AgentWork, _AgentWork]]:
->>>>>>> 61cd44a69f07fd38c216a0d87df78bd87d47ea1d
     """Pairs of works of which the second began after the first, with nothing whole in between.
 
     Args:
