@@ -192,7 +192,7 @@ class Engine(SessionHost):
         given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
         given |= {"top_logprobs": top_logprobs, "next_seed": next_seed, "place": place}
-        given |= {"logprobs": True if several and several[1] else logprobs, "sampler": sampler}
+        given |= {"sampler": sampler, "logprobs": True if several and several[1] else logprobs}
         kept = self._scheduler.output.num_top_logits
         options = validation.RequestOptions.checked(self.model, kept_logits=kept, **given)
         return self._start_all(tokens, options, several)
