@@ -181,7 +181,8 @@ def test_what_lies_in_host_memory_is_saved_too(tmp_path):
 
 
 def test_the_logits_cache_is_saved_and_replays_alike(tmp_path):
-    with Stepped(256, **SHORT) as before, Stepped(256, **SHORT) as after:
+    settings = SHORT | {"resample_always": True}
+    with Stepped(256, **settings) as before, Stepped(256, **settings) as after:
         for _ in range(3):
             asked(before, sampler=Sampler(temperature=1.0), resample="stepwise")
         before.save(tmp_path, wait=True)
