@@ -33,6 +33,8 @@ def mosaic_gpu_attention(
     values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H D"]:
     """Attention of queries over arenas that already hold this pass's keys.
 
@@ -43,6 +45,9 @@ def mosaic_gpu_attention(
     """
     if not values.shape[2]:
         raise NotImplementedError("values are a part of keys")
+    for given, what in ((plan.window, "window"), (softcap, "softcap")):
+        if given:
+            raise NotImplementedError(f"it has no {what}s")
     device = current_device()
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
@@ -63,7 +68,7 @@ def mosaic_gpu_attention(
     queries = segment_queries(q, plan, work, scale * math.log2(math.e), keys.dtype)
     out, lse = _pieces(queries, keys, values, work, tiles, device)
     return merge_pieces(
-        out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.token_sharding.axis
+        out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.token_sharding.axis, sinks
     )
 
 

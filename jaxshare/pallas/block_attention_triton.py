@@ -35,6 +35,8 @@ def triton_attention(
     values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H D"]:
     """Attention of queries over arenas that already hold this pass's keys.
 
@@ -45,6 +47,9 @@ def triton_attention(
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
     """
+    for given, what in ((plan.window, "window"), (softcap, "softcap")):
+        if given:
+            raise NotImplementedError(f"it has no {what}s")
     device = _supported_device(q, keys, values)
     rows, width, heads, dim = q.shape
     group = heads // keys.shape[0]
@@ -67,6 +72,7 @@ def triton_attention(
         multiprocessors=device.multiprocessors,
         interpret=device.interpret,
         axis=plan.token_sharding.axis,
+        sinks=sinks,
     )
 
 

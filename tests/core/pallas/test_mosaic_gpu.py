@@ -22,6 +22,7 @@ from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, TOLERANCE, case, compare
+from tests.helpers import Scoring
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 """Two work items, so that most cuts fall inside blocks."""
@@ -107,6 +108,12 @@ def test_rows_in_pieces():
         case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]),
         piece=16,
     )
+
+
+def test_sinks():
+    """One is that of no key."""
+    shape = dataclasses.replace(DECODE, scoring=Scoring(sinks=(1.0, -2.0, 4.0, -np.inf)))
+    check(shape, case([[0, 2], [], [1, 3]], [1, 0, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
 
 
 def test_log_sum_exps_for_other_devices(monkeypatch):
