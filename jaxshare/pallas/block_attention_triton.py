@@ -21,12 +21,12 @@ from jaxtyping import Float
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.merge_triton import merge_pieces
+from jaxshare.pallas.scores import capped, query_scale
 from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, TritonTiles, choose_triton
 from jaxshare.pallas.work_items import Work, make_work, partial_row
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MIN_CAPABILITY = 80
-_LOG2_E = 1.4426950408889634
 
 
 def triton_attention(
@@ -47,9 +47,8 @@ def triton_attention(
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
     """
-    for given, what in ((plan.window, "window"), (softcap, "softcap")):
-        if given:
-            raise NotImplementedError(f"it has no {what}s")
+    if plan.window:
+        raise NotImplementedError("it has no windows")
     device = _supported_device(q, keys, values)
     rows, width, heads, dim = q.shape
     group = heads // keys.shape[0]
@@ -62,7 +61,7 @@ def triton_attention(
         tile=tiles.tile,
         num_items=device.multiprocessors * tiles.items_per_multiprocessor,
     )
-    mixed, lse = _pieces(q, keys, values, plan, work, scale, tiles, device.interpret)
+    mixed, lse = _pieces(q, keys, values, plan, work, scale, softcap, tiles, device.interpret)
     return merge_pieces(
         mixed,
         lse,
@@ -124,6 +123,7 @@ def _pieces(
     plan: Plan,
     work: Work,
     scale: float,
+    softcap: float,
     tiles: TritonTiles,
     interpret: bool,
 ) -> tuple[Array, Array]:
@@ -149,7 +149,8 @@ def _pieces(
             width=width,
             listed=plan.blocks.shape[1],
             pairs=pairs,
-            scale=scale * _LOG2_E,
+            scale=query_scale(scale, softcap),
+            softcap=softcap,
         ),
         out_shape=(
             jax.ShapeDtypeStruct((work.partial_rows, dim), jnp.float32),
@@ -193,13 +194,14 @@ def _kernel(
     listed: int,
     pairs: int,
     scale: float,
+    softcap: float,
 ) -> None:
     """Processes one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
     int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span];
     mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
-    used. `scale` is for scores to base 2.
+    used. `scale` is that of `query_scale`.
 
     Heads whose D is no power of two are cut into parts that are: Triton has no other shapes. Loads
     go through arrays of indices, whose masks keep them inside their array.
@@ -280,6 +282,7 @@ def _kernel(
                 return found
 
             scores = functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref)))
+            scores = capped(scores, softcap)
             if masked:
                 scores = jnp.where(index[None] < limit[:, None], scores, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(scores, axis=1))

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxshare.pallas.scores import capped
 from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, partial_row
 
@@ -77,6 +78,7 @@ def attention_kernel(
     tiles: MosaicTiles,
     arena: int,
     part: int,
+    softcap: float,
     interpret: bool,
     q_ref: Any,
     k_ref: Any,
@@ -229,6 +231,7 @@ def attention_kernel(
 
                     scores = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP, size), jnp.float32))
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
+                    scores = capped(scores, softcap)
                     if masked:
                         start, before = window(now, i)
                         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + (
