@@ -45,8 +45,6 @@ def mosaic_gpu_attention(
     """
     if not values.shape[2]:
         raise NotImplementedError("values are a part of keys")
-    if plan.window:
-        raise NotImplementedError("it has no windows")
     device = current_device()
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
@@ -204,6 +202,7 @@ def _pieces(
         work.items,
         work.segments.table,
         jnp.stack([work.count, work.total]),
+        *([] if work.unseen is None else [work.unseen]),
     )
 
 

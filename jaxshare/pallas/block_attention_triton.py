@@ -47,8 +47,6 @@ def triton_attention(
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
     """
-    if plan.window:
-        raise NotImplementedError("it has no windows")
     device = _supported_device(q, keys, values)
     rows, width, heads, dim = q.shape
     group = heads // keys.shape[0]
@@ -171,6 +169,7 @@ def _pieces(
         work.segments.table,
         work.source,
         work.limits,
+        *([] if work.unseen is None else [work.unseen]),
     )
 
 
@@ -187,9 +186,7 @@ def _kernel(
     segments_ref: Any,
     source_ref: Any,
     limits_ref: Any,
-    mixed_ref: Any,
-    lse_ref: Any,
-    *,
+    *rest: Any,
     width: int,
     listed: int,
     pairs: int,
@@ -199,8 +196,8 @@ def _kernel(
     """Processes one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
-    int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span];
-    mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
+    int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span],
+    with a sliding window also unseen; mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
     used. `scale` is that of `query_scale`.
 
     Heads whose D is no power of two are cut into parts that are: Triton has no other shapes. Loads
@@ -209,6 +206,7 @@ def _kernel(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
+    *unseen_ref, mixed_ref, lse_ref = rest
     span, tile = work.span, work.tile
     group = q_ref.shape[1] // keys_ref.shape[0]
     dim = q_ref.shape[2]
@@ -220,7 +218,9 @@ def _kernel(
     def segment(number: Array, _: None) -> None:
         head = number // count
         index = number - head * count
-        query, queries, start, _, tiles, full, before = (segments_ref[index, i] for i in range(7))
+        query, queries, start, lead, tiles, full, before, turn = (
+            segments_ref[index, i] for i in range(8)
+        )
         before = head * total + before
         first, end = jnp.maximum(first_tile - before, 0), jnp.minimum(end_tile - before, tiles)
 
@@ -228,7 +228,10 @@ def _kernel(
         source = plt.load(source_ref.at[query + lane])
         real = (lane < queries) & (source >= 0)
         source = jnp.where(real, source, 0)
-        limit = jnp.where(real, plt.load(limits_ref.at[query + lane]), 0)
+        limit, *unseen = (
+            jnp.where(real, plt.load(ref.at[query + lane]) + (lead if unseen_ref else 0), 0)
+            for ref in (limits_ref, *unseen_ref)
+        )
         longest = jnp.max(limit)
         token = source // (listed * width * group) * width + source // group % width
         rotation = source // group
@@ -262,6 +265,9 @@ def _kernel(
         def take(masked: bool, j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             """Adds one tile to the running softmax. `masked`: some query does not see all of it."""
             top, weight, *mixed = carry
+            if unseen_ref:
+                j = j + turn
+                j = jnp.where(j >= tiles, j - tiles, j)
             index = j * tile + jnp.arange(tile)
 
             def parts(ref: Any) -> list[Array]:
@@ -284,7 +290,10 @@ def _kernel(
             scores = functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref)))
             scores = capped(scores, softcap)
             if masked:
-                scores = jnp.where(index[None] < limit[:, None], scores, -jnp.inf)
+                seen = index[None] < limit[:, None]
+                for begin in unseen:
+                    seen = seen & (index[None] >= begin[:, None])
+                scores = jnp.where(seen, scores, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(scores, axis=1))
             under = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
             keep = jnp.exp2(top - under)

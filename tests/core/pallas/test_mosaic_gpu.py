@@ -122,6 +122,38 @@ def test_softcaps():
     check(shape, case([[0, 2], [1, 0], [3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
 
 
+WINDOW = dataclasses.replace(DECODE, scoring=Scoring(window=70))
+
+
+def test_windows():
+    """A window over two blocks, one inside a block that another row sees more of, and one over all
+    that a row sees."""
+    check(
+        WINDOW,
+        case(
+            [[0, 1], [1, 0, 2], [0, 3]],
+            [1, 1, 1],
+            [200, 50, 3, 0],
+            gaps=[1, 2, 0, 3],
+            phases=[0, 5, 0, 0],
+        ),
+    )
+    # The same program: a block that is out of sight, and a row that brings nothing.
+    check(WINDOW, case([[0, 3, 1], [], []], [1, 0, 0], [129, 80, 0, 64], seed=1))
+
+
+@pytest.mark.slow
+def test_windows_of_more_queries_than_a_warpgroup_takes():
+    shape = dataclasses.replace(WIDE, scoring=Scoring(window=100))
+    check(shape, case([[0, n] for n in range(1, 6)], [1] * 5, [300, 5, 0, 64, 1, 17], gaps=[1] * 6))
+
+
+@pytest.mark.slow
+def test_windows_of_pending_tokens():
+    shape = dataclasses.replace(PENDING, scoring=Scoring(window=20))
+    check(shape, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
+
+
 def test_log_sum_exps_for_other_devices(monkeypatch):
     """The inputs of merging over devices, where tokens are sharded.
 
@@ -208,6 +240,13 @@ def test_larger_tiles():
 @given(cases(DECODE))
 def test_many_layouts(case):
     check(DECODE, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(cases(WINDOW))
+def test_many_layouts_with_windows(case):
+    check(WINDOW, case)
 
 
 @pytest.mark.slow

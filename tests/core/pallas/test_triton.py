@@ -119,6 +119,14 @@ def test_softcaps(softcap):
     check(shape, case([[0, 3, 1], [2, 0]], [5, 2], [70, 129, 0, 64, 1, 0], gaps=[1] * 6))
 
 
+@pytest.mark.parametrize("window", mostly_slow([3, 100]))
+@settings(max_examples=8)
+@given(case=cases(WIDE, lengths=SOME_LENGTHS))
+def test_windows(window, case):
+    """One is narrower than a row's tokens."""
+    check(dataclasses.replace(WIDE, scoring=Scoring(window)), case)
+
+
 def test_empty_blocks_and_rows_that_bring_nothing():
     check(
         DECODE,
@@ -142,13 +150,13 @@ def test_many_rows_over_a_shared_block():
 
 @pytest.mark.parametrize("devices", mostly_slow([4, 2]))
 def test_tokens_that_are_spread_over_devices(devices):
-    """Blocks are merged over the devices by the log-sum-exps that the kernels give, and sinks count
-    once.
+    """Blocks are merged over the devices by the log-sum-exps that the kernels give: windows are of
+    all devices' tokens, and sinks count once.
 
     Blocks start inside a stripe, and some devices have nothing of them; one row sees nothing but its
     own token, and one is empty.
     """
-    shape = dataclasses.replace(DECODE, arena=2560, scoring=Scoring(sinks=SINKS))
+    shape = dataclasses.replace(DECODE, arena=2560, scoring=Scoring(200, 3.0, SINKS))
     compare_spread(
         "triton",
         INTERPRETED,
