@@ -35,7 +35,10 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.models.fields": "jaxshare.models.config_fields",
     "jaxshare.models.forms": "jaxshare.serving.evaluation.arithmetic_forms",
     "jaxshare.models.generation": "jaxshare.models.generation_config",
-    "jaxshare.models.hf": "jaxshare.models.safetensors_io",
+    "jaxshare.models.hf": (
+        "jaxshare.models.safetensors_io",
+        "jaxshare.models.tensor_names",
+    ),
     "jaxshare.models.problems": "jaxshare.serving.evaluation.arithmetic",
     "jaxshare.models.reads": "jaxshare.models.orbax_io",
     "jaxshare.models.rope_fields": "jaxshare.models.rope_config",
@@ -51,7 +54,10 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.serving.agents.emitting": "jaxshare.serving.agents.compiler.instructions",
     "jaxshare.serving.agents.exchange": "jaxshare.serving.agents.messages",
     "jaxshare.serving.agents.expressions": "jaxshare.serving.agents.compiler.expressions",
-    "jaxshare.serving.agents.frames": "jaxshare.serving.agents.compiler.frames",
+    "jaxshare.serving.agents.frames": (
+        "jaxshare.serving.agents.compiler.frames",
+        "jaxshare.serving.agents.compiler.duplicates",
+    ),
     "jaxshare.serving.agents.graph": "jaxshare.serving.agents.compiler.flow_graph",
     "jaxshare.serving.agents.lowering": "jaxshare.serving.agents.compiler.statements",
     "jaxshare.serving.agents.models": "jaxshare.serving.agents.backends",

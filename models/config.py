@@ -11,6 +11,7 @@ from jaxshare.models import (
     deepseek,
     gemma,
     glm,
+    gpt_oss,
     granite,
     llama,
     mistral,
@@ -22,7 +23,7 @@ from jaxshare.models import (
     qwen_moe,
     smollm,
 )
-from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models.config_fields import Family, Fields, read_json
 from jaxshare.models.layer_types import same_everywhere
 from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
@@ -43,6 +44,7 @@ _MODULES = (
     olmoe,
     granite,
     glm,
+    gpt_oss,
 )
 FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 
@@ -145,6 +147,23 @@ _NO_EFFECT = frozenset(
         "problem_type",
     }
 )
+
+
+_OF_IMAGES = frozenset(
+    {
+        "vision_config",
+        "image_token_index",
+        "image_token_id",
+        "boi_token_index",
+        "eoi_token_index",
+        "mm_tokens_per_image",
+        "spatial_merge_size",
+        "vision_feature_layer",
+        "projector_hidden_act",
+        "multimodal_projector_bias",
+    }
+)
+"""Settings of images, in checkpoints whose language model is read alone."""
 
 
 class LayerForm(NamedTuple):
@@ -278,6 +297,16 @@ class ModelConfig:
         }
 
     @property
+    def mlp_numbers(self) -> int:
+        """The numbers of a token that the widest MLP of a layer has at once: units of gate and up,
+        and the outputs of experts."""
+        moe = self.moe
+        if moe is None:
+            return 2 * self.intermediate_size
+        of_experts = moe.top_k * (2 * moe.expert_size + self.hidden_size) + 2 * moe.shared_size
+        return max(2 * self.intermediate_size, of_experts)
+
+    @property
     def scale(self) -> float:
         """The scale of attention scores."""
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
@@ -331,6 +360,7 @@ class ModelConfig:
 def _from_fields(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
+    fields = _text(fields, family) if family.text_type else fields
     hidden_size, num_heads = (
         fields.positive("hidden_size", int),
         fields.positive("num_attention_heads", int),
@@ -341,7 +371,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
         raise fields.error(
             "num_key_value_heads", f"it must divide num_attention_heads, {num_heads}"
         )
-    _check_fixed(fields, num_layers, specific)
+    _check_fixed(fields, family, num_layers, specific)
     rotary = specific.pop("rotary_dim", specific["head_dim"])
     max_positions = fields.positive("max_position_embeddings", int)
     ropes = (family.read_ropes or read_rope)(fields, rotary, max_positions, family.default_theta)
@@ -377,7 +407,21 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _check_fixed(fields: Fields, num_layers: int, specific: Mapping[str, Any]) -> None:
+def _text(fields: Fields, family: Family) -> Fields:
+    """Returns the settings of the language model in a checkpoint of texts and images."""
+    values = {**family.text_defaults, **fields.take("text_config", dict)}
+    if (tied := fields.take("tie_word_embeddings", bool, None)) is not None:
+        values.setdefault("tie_word_embeddings", tied)
+    fields.finish(_NO_EFFECT | _OF_IMAGES)
+    text = Fields(values, fields.source, "text_config.")
+    if text.take("model_type", str, family.text_type) != family.text_type:
+        raise text.error("model_type", f"only {family.text_type} is supported")
+    return text
+
+
+def _check_fixed(
+    fields: Fields, family: Family, num_layers: int, specific: Mapping[str, Any]
+) -> None:
     """Checks fields that must have one value in families that do not read them."""
     if "activation" not in specific and fields.take("hidden_act", str, "silu") not in (
         "silu",
@@ -388,7 +432,8 @@ def _check_fixed(fields: Fields, num_layers: int, specific: Mapping[str, Any]) -
         raise fields.error("is_causal", "only causal models are supported")
     if "windows" not in specific:
         same_everywhere(fields, num_layers, None)
-    if fields.values.get("quantization_config"):
+    quantized = fields.take("quantization_config", dict, None) or {}
+    if quantized and quantized.get("quant_method") not in family.quantizations:
         raise fields.error(
             "quantization_config",
             "quantized weights are not supported: use a checkpoint in bfloat16 or float16",

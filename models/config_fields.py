@@ -140,8 +140,15 @@ class Family:
       fused: the projections of one input that checkpoints have as one tensor, by the names that
         `jaxshare.models.packed` has for them; `modules` has the names of their tensors.
       tied_by_default: files without tie_word_embeddings have no head of their own.
+      stacks_experts: checkpoints have the matrices of all experts of a layer in one tensor,
+        transposed, gate and up in turns (gpt-oss).
+      quantizations: the methods of quantization_config whose weights are read, as plain numbers.
       read_ropes: reads the rotation as `read_rope` does, which is the default; it may return
         layer_ropes.
+      text_type: the `model_type` of text_config, in checkpoints of texts and images, whose language
+        model is read and the rest left out.
+      text_defaults: what a text_config without a field means.
+      prefix: of the names of the language model's tensors in such checkpoints.
     """
 
     model_type: str
@@ -153,6 +160,11 @@ class Family:
     predicts_later_tokens: bool = False
     tied_by_default: bool = False
     read_ropes: Callable[[Fields, int, int, Any], dict[str, Any]] | None = None
+    stacks_experts: bool = False
+    quantizations: frozenset[str] = frozenset()
+    text_type: str = ""
+    text_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
 
 
 def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:

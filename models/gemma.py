@@ -85,6 +85,16 @@ _NAMES = {
     ("mlp_post_norm",): "post_feedforward_layernorm",
 }
 
+# What a text_config without these means: the files of Gemma 3 leave them out.
+_TEXT_DEFAULTS = dict(
+    vocab_size=262208,
+    head_dim=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-6,
+)
+
 FAMILIES = {
     "Gemma2ForCausalLM": Family("gemma2", _gemma2, 10_000.0, modules=_NAMES, tied_by_default=True),
     "Gemma3ForCausalLM": Family(
@@ -94,5 +104,16 @@ FAMILIES = {
         modules=_NAMES,
         tied_by_default=True,
         read_ropes=_ropes_of_gemma3,
+    ),
+    "Gemma3ForConditionalGeneration": Family(
+        "gemma3",
+        _gemma3,
+        1e6,
+        modules=_NAMES,
+        tied_by_default=True,
+        read_ropes=_ropes_of_gemma3,
+        text_type="gemma3_text",
+        text_defaults=_TEXT_DEFAULTS,
+        prefix="language_model.",
     ),
 }

@@ -27,6 +27,7 @@ from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.cached_layer import run_layer
 from jaxshare.models.causal_attention import causal_attention
 from jaxshare.models.config import LayerForm, ModelConfig
+from jaxshare.models.decoder_layer import MLP as MLP
 from jaxshare.models.decoder_layer import Attention as Attention
 from jaxshare.models.decoder_layer import Layer, Sinks
 from jaxshare.models.linear import Linear, products

@@ -277,7 +277,9 @@ def _reader(
     expected = match_tensors(config, stored, folder)
     module = None if mesh is None else ShardedDecoder(fitted, mesh)
     put = module and functools.partial(_put_on_mesh, config, module)
-    dtypes = {jnp.dtype(DTYPES[stored[name].dtype]) for name in stored_shapes(expected)}
+    # Those in MXFP4 are read as bfloat16, which holds their numbers.
+    names = (stored[name].dtype for name in stored_shapes(expected))
+    dtypes = {jnp.dtype(DTYPES.get(name, jnp.bfloat16)) for name in names}
     return functools.partial(read_params, stored, expected, put=put, check=check), dtypes
 
 

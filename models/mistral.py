@@ -1,4 +1,4 @@
-"""Mistral 7B, Mistral-Small 3, Ministral: the fields of config.json in which families differ."""
+"""Mistral 7B, Mistral-Small 3 to 3.2, Ministral: the fields of config.json in which families differ."""
 
 from typing import Any
 
@@ -36,4 +36,7 @@ def _shape(fields: Fields, hidden_size: int, num_heads: int) -> dict[str, Any]:
 FAMILIES = {
     "MistralForCausalLM": Family("mistral", _mistral, default_theta=10_000.0),
     "MinistralForCausalLM": Family("ministral", _ministral, default_theta=10_000.0),
+    "Mistral3ForConditionalGeneration": Family(
+        "mistral3", _mistral, 10_000.0, text_type="mistral", prefix="language_model."
+    ),
 }

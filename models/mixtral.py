@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.layer_types import same_everywhere
 from jaxshare.models.moe_config import read_moe
 
 
@@ -15,7 +16,7 @@ def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> 
         out_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        windows=(window,) * num_layers if window else (),
+        windows=same_everywhere(fields, num_layers, window),
         moe=read_moe(fields, fields.positive("intermediate_size", int), normalise=True),
         sparse_layers=(True,) * num_layers,
     )

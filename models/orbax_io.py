@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 from jaxshare import paths, sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.config_fields import first_line
+from jaxshare.models.config_fields import first_line, read_json
 from jaxshare.models.safetensors_io import (
     INDEX,
     SINGLE,
@@ -109,6 +109,8 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
             is_weights = file.name.endswith(_WEIGHT_SUFFIXES)
             if file.is_file() and not is_weights and not file.name.startswith("."):
                 shutil.copyfile(file, partial / file.name)
+        if from_orbax:
+            _remove_quantization(partial / "config.json")
         sizes = (
             _write_safetensors(partial, tensors)
             if from_orbax
@@ -124,6 +126,13 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
         raise
     form = "huggingface" if from_orbax else "orbax"
     return {"form": form, "tensors": len(sizes), "bytes": sum(sizes)}
+
+
+def _remove_quantization(file: Path) -> None:
+    """Makes a configuration that of plain weights, as which parameters are written."""
+    settings = read_json(file)
+    if settings.pop("quantization_config", None) is not None:
+        file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _write_failure(error: BaseException) -> OSError | None:
@@ -320,16 +329,11 @@ def restore_params(
             return NamedSharding(module.mesh, PartitionSpec())
         return sharding.sharding(module.mesh, module.names(path))
 
-    target = nested(
-        {
-            tensor.path: jax.ShapeDtypeStruct(
-                tensor.shape,
-                kept_dtype(tensor.path, dtype),
-                sharding=initial_sharding(tensor.path),
-            )
-            for tensor in expected.values()
-        }
-    )
+    def form(tensor: ExpectedTensor) -> jax.ShapeDtypeStruct:
+        kept = kept_dtype(tensor.path, dtype)
+        return jax.ShapeDtypeStruct(tensor.shape, kept, sharding=initial_sharding(tensor.path))
+
+    target = nested({tensor.path: form(tensor) for tensor in expected.values()})
     try:
         with ocp.StandardCheckpointer() as checkpointer, waiting_for_reads():
             params = checkpointer.restore((folder / PARAMS).resolve(), target)

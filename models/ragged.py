@@ -1,13 +1,12 @@
 """Products of rows with the matrices of their groups, where XLA computes them.
 
-Rows are sorted by group. On a CPU XLA's own ragged product multiplies all rows with all matrices
-(for 64 tokens and 8 experts it takes 12 times as long as what is here); on other devices it is used,
-or that of tokamax where this is installed.
+Rows are sorted by group. XLA's own ragged product multiplies all rows with all matrices, on CPUs
+and on GPUs. Here a CPU goes over blocks of rows. On other devices a few rows read their own
+matrices alone, and for more XLA's product is used, or that of tokamax where this is installed.
 
 Axis letters: S rows, G groups, B rows of a block.
 """
 
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -22,6 +21,8 @@ from jaxshare.pallas.device import current_device
 
 _LEAST_ROWS, _MOST_ROWS = 8, 64
 """Rows of a block: of a power of two between these the one after the mean of a group."""
+_FEW = 4
+"""Where there are this many times more groups than rows, each row reads its own matrix."""
 _BY_LINES = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())),
     lhs_ragged_dimensions=[0],
@@ -49,16 +50,26 @@ def ragged_product(
     kernel = kernel.astype(rows.dtype)
     if jax.default_backend() == "cpu" and current_device() is None:
         return _by_blocks(rows, kernel, sizes).astype(dtype)
+    if rows.shape[0] * _FEW <= kernel.shape[0]:
+        return _row_by_row(rows, kernel, sizes).astype(dtype)
     found = _ragged_dot()(rows, kernel, sizes, _BY_LINES, preferred_element_type=jnp.float32)
     return found.astype(dtype)
 
 
-@functools.cache
 def _ragged_dot() -> Callable[..., Array]:
     """The ragged product of tokamax, an option, or XLA's."""
     if importlib.util.find_spec("tokamax") is None:
         return lax.ragged_dot_general
     return importlib.import_module("tokamax").ragged_dot_general
+
+
+def _row_by_row(rows: Array, kernel: Array, sizes: Array) -> Array:
+    """The products as sums, which XLA reads the matrices for where they are; its ragged product
+    reads those of all groups."""
+    at = jnp.arange(rows.shape[0])
+    group = jnp.searchsorted(jnp.cumsum(sizes), at, side="right", method="compare_all")
+    taken = kernel[jnp.minimum(group, kernel.shape[0] - 1)].astype(jnp.float32)
+    return jnp.sum(taken * rows[:, None].astype(jnp.float32), axis=-1)
 
 
 @jax.custom_vjp
@@ -98,7 +109,7 @@ def _for_blocks(
     after = jnp.cumsum((sizes + (block - 1)) // block)  # blocks up to each group's last
 
     def step(index: Array, value: Array) -> Array:
-        group = jnp.searchsorted(after, index, side="right")
+        group = jnp.searchsorted(after, index, side="right", method="compare_all")
         first = ends[group] - sizes[group]
         before = after[group] - (sizes[group] + (block - 1)) // block
         return body(group, first + (index - before) * block, ends[group], value)

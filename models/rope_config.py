@@ -72,11 +72,9 @@ def read_rope(
     if isinstance(ropes, Rope):
         return dict(rope=ropes)
     short, long = ropes
-    return (
-        dict(rope=long, short_rope=short, short_positions=original)
-        if max_positions > original
-        else dict(rope=short)
-    )
+    if max_positions <= original:
+        return dict(rope=short)
+    return dict(rope=long, short_rope=short, short_positions=original)
 
 
 def _merge_forms(fields: Fields) -> Fields:

@@ -28,9 +28,11 @@ from jaxshare.models.config_fields import cut, first_line, read_json
 from jaxshare.models.tensor_names import (
     ExpectedTensor,
     Part,
+    as_stored,
     assembled,
     expected_tensors,
     kept_dtype,
+    prefix_of,
     stored_shapes,
 )
 
@@ -178,8 +180,10 @@ def match_tensors(
       CheckpointError: lists all that are missing, unexpected, of a wrong shape or of a dtype that
         is not a plain float.
     """
-    expected = expected_tensors(config)
+    expected = as_stored(expected_tensors(config), stored)
     shapes = stored_shapes(expected)
+    parts = [part for tensor in expected.values() for part in tensor.parts if part.scales]
+    packed = {name for part in parts for name in (part.name, part.scales)}
     problems = [f"{name} is missing" for name in shapes.keys() - stored.keys()]
     problems += [
         f"{name} is unexpected"
@@ -189,9 +193,10 @@ def match_tensors(
     for name in shapes.keys() & stored.keys():
         if stored[name].shape != shapes[name]:
             problems.append(f"{name} has shape {stored[name].shape}, not {shapes[name]}")
-        if stored[name].dtype not in DTYPES:
+        dtypes = ("U8",) if name in packed else tuple(DTYPES)
+        if stored[name].dtype not in dtypes:
             problems.append(
-                f"{name} has dtype {stored[name].dtype}, not one of {', '.join(DTYPES)}"
+                f"{name} has dtype {stored[name].dtype}, not one of {', '.join(dtypes)}"
             )
     if problems:
         numbered = sorted(
@@ -210,15 +215,22 @@ def match_tensors(
     return expected
 
 
+_OF_IMAGES = "vision_tower.", "multi_modal_projector."
+
+
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Returns True for rope frequencies, which config.json gives, for a tied head, and for layers
-    after the last that predict later tokens, in families that have them."""
+    """Returns True for rope frequencies, which config.json gives, for a tied head, for layers after
+    the last that predict later tokens, in families that have them, and for parts that are of
+    images."""
+    prefix = prefix_of(config)
+    if prefix and name.startswith(_OF_IMAGES):
+        return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     is_later = layer is not None and int(layer[1]) >= config.num_layers
     if is_later and FAMILIES[config.architecture].predicts_later_tokens:
         return True
     return name.endswith(".rotary_emb.inv_freq") or (
-        name == "lm_head.weight" and config.tie_embeddings
+        name == f"{prefix}lm_head.weight" and config.tie_embeddings
     )
 
 
@@ -320,7 +332,7 @@ def read_tensors(
     """
 
     def size(tensor: ExpectedTensor) -> int:
-        dtype = DTYPES[stored[tensor.parts[0].name].dtype]
+        dtype = DTYPES.get(stored[tensor.parts[0].name].dtype, jnp.bfloat16)
         return math.prod(tensor.shape) * np.dtype(dtype).itemsize
 
     total = sum(map(size, expected.values()))
@@ -330,13 +342,12 @@ def read_tensors(
     ) as bar:
 
         def read(part: Part) -> np.ndarray:
-            with _open(stored[part.name].file) as tensors:
-                if part.groups == 1:
-                    value = tensors.get_slice(part.name)[part.start : part.stop]
-                else:
-                    whole = tensors.get_tensor(part.name)
-                    groups = whole.reshape(part.groups, -1, *whole.shape[1:])
-                    value = groups[:, part.start : part.stop].reshape(-1, *whole.shape[1:])
+            with contextlib.ExitStack() as files:
+
+                def tensor(name: str) -> Any:
+                    return files.enter_context(_open(stored[name].file)).get_slice(name)
+
+                value = part.taken(tensor)
             bar.update(value.nbytes)
             return value
 

@@ -51,7 +51,7 @@ def _read_ropes(
     if "short_rope" in found:
         raise fields.error("rope_scaling", "longrope is not supported beside layers without rope")
     rope: Rope = found["rope"]
-    none = Rope.none(rope.rotary_dim)
+    none = Rope.none()
     return found | dict(layer_ropes=tuple(rope if turns else none for turns in rotates))
 
 

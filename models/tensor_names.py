@@ -6,7 +6,7 @@ another order.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Shaped
 from jaxshare.models.config import FAMILIES, ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.mla import MLA
+from jaxshare.models.mxfp4 import GROUP, dequantised
 from jaxshare.models.packed import part_sizes
 
 _MODULES = {
@@ -24,6 +25,7 @@ _MODULES = {
     ("norm",): "norm",
     ("attention_norm",): "input_layernorm",
     ("mlp_norm",): "post_attention_layernorm",
+    ("attention",): "self_attn",
     **{("attention", name): f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")},
     **{("attention", name): f"self_attn.{name}" for name in ("q_norm", "k_norm")},
     **{("mlp", name): f"mlp.{name}_proj" for name in ("gate", "up", "down")},
@@ -38,7 +40,7 @@ _MODULES = {
 the index of an expert; the parameters of experts are stacked."""
 
 
-_SUFFIXES = {"bias": ".bias", "sinks": "", "choice_bias": ".e_score_correction_bias"}
+_SUFFIXES = {"bias": ".bias", "sinks": ".sinks", "choice_bias": ".e_score_correction_bias"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,10 @@ class Part:
       start, stop: the rows.
       groups: the tensor's rows are so many groups of the same size, and `start` and `stop` are rows
         of each.
+      matrix: the one that the rows are of, in a tensor of several; None for a tensor of one.
+      step: every so many-th row of a matrix is taken, from the first.
+      is_transposed: the rows of a matrix are the tensor's columns.
+      scales: the tensor with the scales of this one, if it is in MXFP4 (`jaxshare.models.mxfp4`).
     """
 
     name: str
@@ -58,10 +64,28 @@ class Part:
     start: int
     stop: int
     groups: int = 1
+    matrix: int | None = None
+    step: int = 1
+    is_transposed: bool = False
+    scales: str = ""
+
+    def taken(self, tensor: Callable[[str], Any]) -> Shaped[np.ndarray, "..."]:
+        """Returns the rows; `tensor` gives what stands for a tensor of a file, to be sliced."""
+        if self.matrix is not None:
+            one = slice(self.matrix, self.matrix + 1)
+            matrix = tensor(self.name)[one][0]
+            if self.scales:
+                matrix = dequantised(matrix, tensor(self.scales)[one][0])
+            return (matrix.T if self.is_transposed else matrix)[self.start : self.stop : self.step]
+        if self.groups == 1:
+            return tensor(self.name)[self.start : self.stop]
+        whole = tensor(self.name)[:]
+        groups = whole.reshape(self.groups, -1, *whole.shape[1:])
+        return groups[:, self.start : self.stop].reshape(-1, *whole.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
-class RowOrder:
+class RotaryOrder:
     """The order of the rows of a projection to heads whose checkpoint rotates pairs (2 i, 2 i + 1).
 
     Attributes:
@@ -108,7 +132,7 @@ class ExpectedTensor:
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     is_stacked: bool = False
-    order: RowOrder | None = None
+    order: RotaryOrder | None = None
 
 
 def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str:
@@ -118,15 +142,20 @@ def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str
       path: under "params", for example ("layers_0", "attention", "q", "kernel").
       config: of the model; default one of Llama.
     """
-    modules = _modules(config)
+    modules, prefix = _modules(config), prefix_of(config)
     *module, leaf = path
     suffix = _SUFFIXES.get(leaf, ".weight")
     if path[0] == "head":
-        return f"lm_head{suffix}"
+        return f"{prefix}lm_head{suffix}"
     layer = ""
     if path[0].startswith("layers_"):
         layer, *module = f"layers.{path[0].removeprefix('layers_')}.", *module[1:]
-    return f"model.{layer}{modules[tuple(module)]}{suffix}"
+    return f"{prefix}model.{layer}{modules[tuple(module)]}{suffix}"
+
+
+def prefix_of(config: ModelConfig | None) -> str:
+    """Returns what the names of a model's tensors begin with in a checkpoint of other parts, too."""
+    return "" if config is None else FAMILIES[config.architecture].prefix
 
 
 def _modules(config: ModelConfig | None) -> Mapping[tuple[str, ...], str]:
@@ -169,7 +198,9 @@ def _located(config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...])
     order = _row_order(config, path[-2]) if config.rope_interleaved else None
     if config.mla and path[-2] in ("k_b", "v_b"):
         return ExpectedTensor(path, shape, (_part_of_kv_b(config, config.mla, path, shape),))
-    fused = FAMILIES[config.architecture].fused
+    family, fused = FAMILIES[config.architecture], FAMILIES[config.architecture].fused
+    if family.stacks_experts and path[1:2] == ("moe",) and path[-2] != "router":
+        return _of_all_experts(config, path, shape)
     for name, sizes in part_sizes(config).items():
         if name in fused and path[-2] in sizes:
             names = [*sizes]
@@ -186,14 +217,52 @@ def _located(config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...])
     return ExpectedTensor(path, shape, (Part(name, shape, 0, shape[0]),), order=order)
 
 
-def _row_order(config: ModelConfig, module: str) -> RowOrder | None:
+def _of_all_experts(
+    config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...]
+) -> ExpectedTensor:
+    """A parameter of experts whose matrices are in one tensor, transposed, gate and up in turns."""
+    *layer, module, leaf = path
+    turns = 1 if module == "down" else 2
+    name = tensor_name((*layer, "down" if turns == 1 else "gate_up", leaf), config)
+    name = name.removesuffix(".weight").replace(".bias", "_bias")
+    rows, is_kernel = shape[1] * turns, leaf == "kernel"
+    whole = (shape[0], *shape[2:], rows)
+    first, more = int(module == "up"), {"step": turns, "is_transposed": is_kernel}
+    parts = tuple(
+        Part(name, whole, first, rows, matrix=expert, **more) for expert in range(shape[0])
+    )
+    return ExpectedTensor(path, shape, parts, is_stacked=True)
+
+
+def as_stored(
+    expected: Mapping[str, ExpectedTensor], names: Container[str]
+) -> dict[str, ExpectedTensor]:
+    """Returns the parameters with the places that they have in a checkpoint with tensors of these
+    names: some matrices of experts may be in MXFP4."""
+    return {
+        name: dataclasses.replace(tensor, parts=tuple(_in_mxfp4(part) for part in tensor.parts))
+        if f"{tensor.parts[0].name}_blocks" in names
+        else tensor
+        for name, tensor in expected.items()
+    }
+
+
+def _in_mxfp4(part: Part) -> Part:
+    """The place of a part whose matrix is in MXFP4, which is not transposed."""
+    matrices, width, rows = part.shape
+    blocks, scales = f"{part.name}_blocks", f"{part.name}_scales"
+    shape = matrices, rows, -(-width // GROUP), GROUP // 2
+    return dataclasses.replace(part, name=blocks, shape=shape, is_transposed=False, scales=scales)
+
+
+def _row_order(config: ModelConfig, module: str) -> RotaryOrder | None:
     """The order of the rows of a projection whose heads are rotated; None for others."""
     rotary_dim, mla = config.rope.rotary_dim, config.mla
     if mla and module in ("q", "q_b"):
-        return RowOrder(mla.query_dim, rotary_dim, mla.nope_dim)
+        return RotaryOrder(mla.query_dim, rotary_dim, mla.nope_dim)
     if mla and module == "kv_a":
-        return RowOrder(mla.cached_dim, rotary_dim, mla.kv_lora_rank)
-    return RowOrder(config.head_dim, rotary_dim) if module in ("q", "k") else None
+        return RotaryOrder(mla.cached_dim, rotary_dim, mla.kv_lora_rank)
+    return RotaryOrder(config.head_dim, rotary_dim) if module in ("q", "k") else None
 
 
 def _part_of_kv_b(
@@ -215,7 +284,9 @@ def kept_dtype(path: tuple[str, ...], dtype: jnp.dtype) -> jnp.dtype:
 
 def stored_shapes(expected: Mapping[str, ExpectedTensor]) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each tensor that a checkpoint must hold, by name."""
-    return {part.name: part.shape for tensor in expected.values() for part in tensor.parts}
+    parts = [part for tensor in expected.values() for part in tensor.parts]
+    scales = {part.scales: part.shape[:-1] for part in parts if part.scales}
+    return {part.name: part.shape for part in parts} | scales
 
 
 def assembled(
@@ -252,13 +323,19 @@ def taken_apart(
     last: tuple[str, np.ndarray] | None = None
     # Those of one parameter follow each other, so that it is read once.
     for stored, found in sorted(places.items(), key=lambda place: min(place[1])[:2]):
-        rows = []
+        rows, whole = [], None
         for name, index, part in sorted(found, key=lambda place: place[2].start):
             if last is None or last[0] != name:
                 last = name, values(name)
             tensor, value = expected[name], last[1]
             value = value[index] if tensor.is_stacked else value
+            if part.matrix is not None:
+                whole = whole if whole is not None else np.empty(part.shape, value.dtype)
+                matrix = whole[part.matrix].T if part.is_transposed else whole[part.matrix]
+                matrix[part.start : part.stop : part.step] = value
+                continue
             value = value if tensor.order is None else tensor.order.written(value)
             rows.append(value.reshape(part.groups, -1, *value.shape[1:]))
-        whole = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
+        if whole is None:
+            whole = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
         yield stored, whole.reshape(found[0][2].shape)

@@ -201,8 +201,7 @@ class Shelf:
         scoring: Scoring = PLAIN,
     ) -> np.ndarray:
         """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, D]; nan where
-        there is no token. A token sees the last `window` of the row's tokens up to itself, 0 for
-        all; `more` is for `softmax_attention`."""
+        there is no token."""
         out = np.full(q.shape, np.nan)
         for r, row in enumerate(rows):
             for t in range(count[r]):
@@ -244,7 +243,8 @@ def expanded_heads(m: MLA, x: np.ndarray, a) -> tuple[np.ndarray, np.ndarray, np
 
 class DenseModel:
     """The whole transformer in float64 numpy, over a `Shelf` for each layer. Writes down once more
-    what families of dense models have: biases, norms, multipliers, windows and softcaps."""
+    what families have: biases, norms, multipliers, windows, softcaps and latents; experts are
+    written down where they are tested."""
 
     def __init__(self, config: ModelConfig, params, num_blocks: int):
         self.config = config
@@ -280,6 +280,16 @@ class DenseModel:
             logits = c.logit_softcap * np.tanh(logits / c.logit_softcap)
         return [logits[r, :n] for r, n in enumerate(count)]
 
+    def mlp(self, layer, x: np.ndarray) -> np.ndarray:
+        """The MLP of a layer, given the layer's parameters."""
+        mlp = layer["mlp"]
+        gate = linear(x, mlp["gate"])
+        if self.config.activation == "silu":
+            gate = gate / (1 + np.exp(-gate))
+        else:
+            gate = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+        return linear(gate * linear(x, mlp["up"]), mlp["down"])
+
     def _normed(self, x: np.ndarray, module, name: str) -> np.ndarray:
         """x where the model has no such norm."""
         if name not in module:
@@ -293,30 +303,19 @@ class DenseModel:
             q, k, v = expanded_heads(c.mla, x, a)
         else:
             q, k, v = (linear(x, a[name]) for name in "qkv")
-        if c.qk_norm_whole:
-            q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")
-        if not c.mla:
+            if c.qk_norm_whole:
+                q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")
             q, k, v = (y.reshape(*x.shape[:2], -1, c.head_dim) for y in (q, k, v))
         if c.qk_norm:
             q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")
         shelf.append(rows, count, k, v)
-        scale = c.head_dim**-0.5 if c.score_scale is None else c.score_scale
         sinks = tuple(a["sinks"]) if c.attention_sinks else ()
         scoring = Scoring(c.windows[i] if c.windows else 0, c.attention_softcap, sinks)
+        more = () if scoring == PLAIN else (scoring,)
         rope = c.layer_ropes[i] if c.layer_ropes else c.rope
-        out = np.nan_to_num(shelf.attend(rows, count, q, rope, scale, scoring))
+        out = np.nan_to_num(shelf.attend(rows, count, q, rope, c.scale, *more))
         out = out[..., : c.mla.value_dim] if c.mla else out
         return linear(out.reshape(*x.shape[:2], -1), a["o"])
-
-    def mlp(self, layer, x: np.ndarray) -> np.ndarray:
-        """The MLP of a layer, given the layer's parameters."""
-        mlp = layer["mlp"]
-        gate = linear(x, mlp["gate"])
-        if self.config.activation == "silu":
-            gate = gate / (1 + np.exp(-gate))
-        else:
-            gate = gate / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
-        return linear(gate * linear(x, mlp["up"]), mlp["down"])
 
 
 def cache_with(

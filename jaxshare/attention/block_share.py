@@ -74,12 +74,15 @@ def block_attention_share(
         )
 
     lse = jax.lax.map(block_lse, jnp.arange(rows * slots)).reshape(rows, slots, width, heads)
-    lse = _over_devices(lse, plan.token_sharding.axis)
+    return _shares(_over_devices(lse, plan.token_sharding.axis)).transpose(0, 2, 3, 1)
+
+
+def _shares(lse: Array) -> Array:
+    """The share of each block, axis 1, from their log-sum-exps; 0 where nothing is seen."""
     top = jnp.max(lse, axis=1, keepdims=True)
     share = jnp.exp(lse - jnp.where(jnp.isneginf(top), 0.0, top))
     # at least 1 where anything is seen
-    share = share / jnp.maximum(jnp.sum(share, axis=1, keepdims=True), 1.0)
-    return share.transpose(0, 2, 3, 1)
+    return share / jnp.maximum(jnp.sum(share, axis=1, keepdims=True), 1.0)
 
 
 def _over_devices(lse: Array, axis: str | None) -> Array:

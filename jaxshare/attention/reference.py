@@ -39,25 +39,9 @@ def reference_attention(
     kv_heads, tokens, _ = keys.shape
     values = values if values.shape[2] else keys[..., plan.rope.rotary_dim :]
     rows, width, heads, dim = q.shape
-    entry = jnp.arange(tokens)
     out = []
     for r in range(rows):
-        sees = jnp.zeros((width, tokens), bool)
-        rotation, place = jnp.zeros(tokens, jnp.int32), jnp.zeros(tokens, jnp.int32)
-        start, new_start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        listed = [plan.blocks[r, n] for n in range(plan.blocks.shape[1])]
-        last = sum((b >= 0).astype(jnp.int32) for b in listed) - 1
-        for n, b in enumerate(listed):
-            writes = n == last
-            length = plan.before[b] + jnp.sum(jnp.where(_written(plan) == b, plan.count, 0))
-            inside = (b >= 0) & (entry >= plan.offsets[b]) & (entry < plan.offsets[b] + length)
-            index = entry - plan.offsets[b]
-            causal = index[None] <= plan.before[b] + plan.ahead[r] + jnp.arange(width)[:, None]
-            sees |= inside[None] & (causal | ~writes)
-            rotation = jnp.where(inside, start - plan.phases[b], rotation)
-            place = jnp.where(inside, start + index, place)
-            new_start = jnp.where(writes, start + plan.before[b] + plan.ahead[r], new_start)
-            start = start + jnp.where(b >= 0, length, 0)
+        sees, rotation, place, new_start = _seen_by(plan, r, tokens)
         at = new_start + jnp.arange(width)
         if plan.window:
             sees &= at[:, None] - place[None] < plan.window
@@ -76,18 +60,50 @@ def reference_attention(
             * scale
         )
         scores = jnp.tanh(scores / softcap) * softcap if softcap else scores
-        scores = jnp.where(sees, scores, -jnp.inf)
-        if sinks is not None:  # one more key for each head, whose value is 0
-            sink = sinks.reshape(kv_heads, -1, 1, 1).astype(scores.dtype)
-            sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
-            scores = jnp.concatenate([scores, sink], axis=-1)
-        weights = jnp.exp(scores - jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30))
-        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+        weights = _softmax(jnp.where(sees, scores, -jnp.inf), sinks)
         mixed = jnp.einsum(
-            "kgts,ksd->kgtd", weights[..., :tokens], values.astype(jnp.float32), precision="highest"
+            "kgts,ksd->kgtd", weights, values.astype(jnp.float32), precision="highest"
         )
         out.append(mixed.reshape(heads, width, values.shape[2]).swapaxes(0, 1))
     return jnp.stack(out).astype(q.dtype)
+
+
+def _seen_by(plan: Plan, r: int, tokens: int) -> tuple[Array, Array, Array, Array]:
+    """The entries of the arena that each new token of a row sees, [T, tokens], by its blocks alone;
+    by how much each entry's key is rotated, and its place in the row's order; and the place of the
+    first new token."""
+    width = plan.positions.shape[1]
+    entry = jnp.arange(tokens)
+    sees = jnp.zeros((width, tokens), bool)
+    rotation, place = jnp.zeros(tokens, jnp.int32), jnp.zeros(tokens, jnp.int32)
+    start, new_start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    listed = [plan.blocks[r, n] for n in range(plan.blocks.shape[1])]
+    last = sum((b >= 0).astype(jnp.int32) for b in listed) - 1
+    for n, b in enumerate(listed):
+        writes = n == last
+        length = plan.before[b] + jnp.sum(jnp.where(_written(plan) == b, plan.count, 0))
+        inside = (b >= 0) & (entry >= plan.offsets[b]) & (entry < plan.offsets[b] + length)
+        index = entry - plan.offsets[b]
+        causal = index[None] <= plan.before[b] + plan.ahead[r] + jnp.arange(width)[:, None]
+        sees |= inside[None] & (causal | ~writes)
+        rotation = jnp.where(inside, start - plan.phases[b], rotation)
+        place = jnp.where(inside, start + index, place)
+        new_start = jnp.where(writes, start + plan.before[b] + plan.ahead[r], new_start)
+        start = start + jnp.where(b >= 0, length, 0)
+    return sees, rotation, place, new_start
+
+
+def _softmax(scores: Array, sinks: Array | None) -> Array:
+    """The weights of keys from their scores [K, G, T, S]; 0 where a query sees none. A sink is one
+    more key for each head, whose value is 0."""
+    tokens = scores.shape[-1]
+    if sinks is not None:
+        sink = sinks.reshape(scores.shape[0], -1, 1, 1).astype(scores.dtype)
+        sink = jnp.broadcast_to(sink, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    weights = jnp.exp(scores - jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30))
+    weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
+    return weights[..., :tokens]
 
 
 def _written(plan: Plan) -> Array:

@@ -176,7 +176,7 @@ def trace_attention(
         lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), 1, 0),
         _Chunk(q, batch.passes, batch.rotations, batch.seen),
     )
-    form = _Form(rope, window, q.shape[3] ** -0.5 if scale is None else scale, softcap)
+    form = _TraceForm(rope, window, q.shape[3] ** -0.5 if scale is None else scale, softcap)
     out = jax.lax.map(jax.checkpoint(lambda chunk: _attend(chunk, tiles, form, sinks)), chunks)
     return jnp.moveaxis(out, 0, 1).reshape(*q.shape[:3], v.shape[3])
 
@@ -218,7 +218,7 @@ class _Tile(NamedTuple):
     ends: Array
 
 
-class _Form(NamedTuple):
+class _TraceForm(NamedTuple):
     """Arguments of `trace_attention` that are no arrays."""
 
     rope: Rope
@@ -227,7 +227,7 @@ class _Form(NamedTuple):
     softcap: float
 
 
-def _attend(chunk: _Chunk, tiles: _Tile, form: _Form, sinks: Array | None) -> Array:
+def _attend(chunk: _Chunk, tiles: _Tile, form: _TraceForm, sinks: Array | None) -> Array:
     """[N, C, H, D]: attention of a chunk over all tiles, given with a first dimension more."""
 
     @jax.checkpoint
@@ -269,7 +269,7 @@ def _added(
     tile: _Tile,
     rotation: Array,
     visible: Array,
-    form: _Form,
+    form: _TraceForm,
 ) -> tuple[Array, Array, Array]:
     """The online softmax (top, total, mixed) with one tile more."""
     top, total, mixed = carry

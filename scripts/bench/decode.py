@@ -1,8 +1,9 @@
-"""Decode speed of a Llama of 125 M parameters in bfloat16 against transformers: same weights, same
-cores, same run, in turn.
+"""Decode speed of a model of random weights in bfloat16, a Llama of 125 M parameters or a model of
+another family, against transformers: same weights, same cores, same run, in turn.
 
     python -m scripts.bench.decode                                # the full measurement
     python -m scripts.bench.decode --quick                        # all of it within three minutes on two cores
+    python -m scripts.bench.decode --family moe                   # or mistral, phi, mla
     python -m scripts.bench.decode --json --output FILE           # one JSON object
 
 transformers runs under a Python of its own that has PyTorch (--torch-python). While one side works
@@ -12,6 +13,7 @@ benchmarks/README.md.
 """
 
 import contextlib
+import functools
 import sys
 import tempfile
 import time
@@ -30,8 +32,8 @@ from scripts.bench.lib import (
     machine,
     progress,
     versions,
-    write_checkpoint,
 )
+from scripts.bench.parts.decode.families import FAMILIES
 from scripts.bench.parts.decode.options import Options, add_options, checked
 from scripts.bench.parts.decode.report import (
     OURS,
@@ -40,7 +42,7 @@ from scripts.bench.parts.decode.report import (
     goals,
     summarise,
 )
-from scripts.bench.parts.decode.sides import MODEL, PREFILL_ROWS, PREFILL_TOKENS, prepare
+from scripts.bench.parts.decode.sides import PREFILL_ROWS, PREFILL_TOKENS, prepare
 from scripts.bench.peer import TORCH_PYTHON, WAITING, Worker, WorkerError, fastest, other_python
 
 WORKER = "scripts.bench.peers.torch_decode"
@@ -136,8 +138,13 @@ def parse(arguments: Sequence[str] | None) -> Options:
         metavar="PATH",
         help=f"a Python with PyTorch and transformers (default {TORCH_PYTHON})",
     )
+    parser.add_argument(
+        "--family", choices=FAMILIES, default="llama", help="of the model (default %(default)s)"
+    )
     given = parser.parse_args(arguments)
-    return checked(parser, given, lambda: other_python(parser, given.torch_python))
+    family = FAMILIES[given.family]
+    python = functools.partial(other_python, parser, given.torch_python)
+    return checked(parser, given, python, family=family)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finish(
         report,
         as_text(report),
-        goals(results, options.prompt),
+        goals(results, options.family.goals if options.prompt == options.family.prompt else {}),
         as_json=options.json,
         output=options.output,
     )
@@ -191,13 +198,14 @@ def measure_all(
     """The settings of a run, and the results, one a batch."""
     with tempfile.TemporaryDirectory() as folder, progress(len(options.batches) * 4 + 2) as say:
         say("weights")
-        parameters = write_checkpoint(Path(folder), MODEL, options.seed)
+        parameters = options.family.write(Path(folder), options.seed)
         model = load(folder)
         say("transformers: load")
         worker, torch = fastest(workers, folder)
         rng, results = np.random.default_rng([options.seed, 1]), []
         for batch in options.batches:
-            prompts = rng.integers(0, MODEL["vocab_size"], (batch, options.prompt))
+            vocab = options.family.config["vocab_size"]
+            prompts = rng.integers(0, vocab, (batch, options.prompt))
             # it costs half a minute of compilation
             share = batch > 1 and (not options.quick or batch == max(options.batches))
             results.append(
@@ -212,6 +220,7 @@ def measure_all(
                 )
             )
     settings = {
+        "family": options.family.title,
         "parameters": parameters,
         "dtype": "bfloat16",
         "prompt": options.prompt,
@@ -223,7 +232,7 @@ def measure_all(
         "prefill_rows": PREFILL_ROWS,
         "prefill_tokens": PREFILL_TOKENS,
         "torch": torch,
-        "model": MODEL,
+        "model": dict(options.family.config),
     }
     return settings, results
 

@@ -156,18 +156,10 @@ def measure(
         range(at, min(at + scale.rows, len(prompts))) for at in range(0, len(prompts), scale.rows)
     ]
 
-    def run(
-        engines: Mapping[str, Engine], group: range, temperature: float, seed: int = seed
-    ) -> Group:
-        return run_group(
-            engines,
-            [prompts[i] for i in group],
-            puzzles=group,
-            sampler=Sampler(temperature=temperature, forbidden=forbidden),
-            tokens=tokens,
-            turns=turns,
-            seed=seed,
-        )
+    def run(engines: Mapping[str, Engine], group: range, temperature: float, seed: int) -> Group:
+        some, sampler = [prompts[i] for i in group], Sampler(temperature, forbidden=forbidden)
+        sizes = {"tokens": tokens, "turns": turns, "seed": seed}
+        return run_group(engines, some, puzzles=group, sampler=sampler, **sizes)
 
     say(f"{name}: compile")
     certainty = model_profile(model, prompts, forbidden, seed)
@@ -183,7 +175,7 @@ def measure(
         with engines_of(model, **sizes) as engines:
             for number, group in enumerate(groups):
                 say(f"{name}: temperature {temperature}, group {number + 1} of {len(groups)}")
-                done.append(run(engines, group, temperature))
+                done.append(run(engines, group, temperature, seed))
         points.append(summarise(temperature, done, model.config.vocab_size))
     return {
         "model": name,

@@ -4,6 +4,7 @@ Follows section 5 of Hive.
 """
 
 from jaxshare.serving.agents.agent import Agent, agent
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.call_keys import call_key
 from jaxshare.serving.agents.choices import choose
 from jaxshare.serving.agents.compiler.program import UncopyableError
@@ -45,7 +46,7 @@ from jaxshare.serving.agents.search import (
     SelfRefine,
     TreeOfThoughts,
 )
-from jaxshare.serving.agents.states import Budget, Inquiry, Single, State, Supervisor
+from jaxshare.serving.agents.states import Inquiry, Single, State, Supervisor
 
 __all__ = [
     "Agent",

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.feedback import (
     Source,
     check_source,
@@ -14,7 +15,6 @@ from jaxshare.serving.agents.feedback import (
 from jaxshare.serving.agents.judging import Judged
 from jaxshare.serving.agents.repeated_runs import check_positive, majority
 from jaxshare.serving.agents.states import (
-    Budget,
     Inquiry,
     State,
     Supervisor,

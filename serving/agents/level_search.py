@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.repeated_runs import check_positive
 from jaxshare.serving.agents.states import (
-    Budget,
     Inquiry,
     Paths,
     State,

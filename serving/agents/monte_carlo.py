@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.repeated_runs import check_positive
-from jaxshare.serving.agents.states import Budget, Paths, State, best, comparable_score
+from jaxshare.serving.agents.states import Paths, State, best, comparable_score
 
 
 class _TreeNode:

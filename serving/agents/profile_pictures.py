@@ -28,7 +28,7 @@ def costs_by_agent(log: SearchLog) -> dict[str, tuple[int, int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class _AgentWork:
     """Uninterrupted work of one agent: a model call of a run, or a part of a run that it spawned.
 
     Attributes:
@@ -61,15 +61,17 @@ def flows(log: SearchLog) -> dict[tuple[str, str], int]:
         works = [work for child in children for work in _parts(child)]
         works += _calls(run, children, works)
         works.sort(key=lambda work: (work.began, work.ended))
-        first = _Work(run.agent, run.id, -math.inf, -math.inf)
-        last = _Work(run.agent, run.id, math.inf, math.inf)
+        first = _AgentWork(run.agent, run.id, -math.inf, -math.inf)
+        last = _AgentWork(run.agent, run.id, math.inf, math.inf)
         for work, after in _successions([first, *works, last]):
             if work.run != after.run:
                 counts[work.agent, after.agent] += 1
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _calls(run: LoggedRun, children: Sequence[LoggedRun], parts: Sequence[_Work]) -> list[_Work]:
+def _calls(
+    run: LoggedRun, children: Sequence[LoggedRun], parts: Sequence[_AgentWork]
+) -> list[_AgentWork]:
     """A run's own model calls, each until its code spawns or resumes something after it.
 
     Args:
@@ -82,7 +84,7 @@ def _calls(run: LoggedRun, children: Sequence[LoggedRun], parts: Sequence[_Work]
         spawned[place.split("#")[0].split("~")[0]] = child.began
     begins = [part.began for part in parts] if _has_one_path(run) else []
     return [
-        _Work(
+        _AgentWork(
             run.agent,
             run.id,
             state.began,
@@ -97,16 +99,16 @@ def _calls(run: LoggedRun, children: Sequence[LoggedRun], parts: Sequence[_Work]
     ]
 
 
-def _parts(run: LoggedRun) -> list[_Work]:
+def _parts(run: LoggedRun) -> list[_AgentWork]:
     """The parts of a run between the yields of its one path; all of it where there are several."""
     went_on = {state.parent: state.began for state in run.states}
     works, began = [], run.began
     for state in run.states if _has_one_path(run) else ():
         if state.waits_for == "yield":
-            works.append(_Work(run.agent, run.id, began, state.ended))
+            works.append(_AgentWork(run.agent, run.id, began, state.ended))
             began = went_on.get(state.path, math.inf)
     if began <= run.ended:
-        works.append(_Work(run.agent, run.id, began, run.ended))
+        works.append(_AgentWork(run.agent, run.id, began, run.ended))
     return works
 
 
@@ -114,7 +116,7 @@ def _has_one_path(run: LoggedRun) -> bool:
     return all(state.fired <= 1 for state in run.states)
 
 
-def _successions(works: Sequence[_Work]) -> list[tuple[_Work, _Work]]:
+def _successions(works: Sequence[_AgentWork]) -> list[tuple[_AgentWork, _AgentWork]]:
     """Pairs of works of which the second began after the first, with nothing whole in between.
 
     Args:

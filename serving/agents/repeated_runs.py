@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxshare.serving.agents.budgets import Budget
 from jaxshare.serving.agents.feedback import (
     Source,
     check_source,
@@ -10,7 +11,6 @@ from jaxshare.serving.agents.feedback import (
     with_feedback,
 )
 from jaxshare.serving.agents.states import (
-    Budget,
     Inquiry,
     Paths,
     State,

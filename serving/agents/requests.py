@@ -23,7 +23,7 @@ from jaxshare.serving.chat import (
     as_returns,
     as_tools,
 )
-from jaxshare.serving.kvcache.policy import SearchPlace
+from jaxshare.serving.engine import SearchPlace
 
 
 @dataclasses.dataclass(frozen=True)

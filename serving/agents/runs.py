@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from jaxshare.deprecated import renamed
 from jaxshare.serving.agents.agent import Agent
+from jaxshare.serving.agents.budgets import Spent
 from jaxshare.serving.agents.channels import Channel, Children
 from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.compiler.duplicates import shared
@@ -19,7 +20,7 @@ from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.errors import AgentError, BudgetError, DivergedError
 from jaxshare.serving.agents.message_list import HANDLES, MessageList
 from jaxshare.serving.agents.requests import ChildNext, ChildResult, Model
-from jaxshare.serving.agents.states import Arrival, Inquiry, Single, Spent, State, Supervisor
+from jaxshare.serving.agents.states import Arrival, Inquiry, Single, State, Supervisor
 from jaxshare.serving.agents.streaming import OnToken
 from jaxshare.serving.agents.watchdog import Watchdog
 

@@ -2,14 +2,14 @@
 
 from jaxshare.serving.agents.runs import AgentRun
 from jaxshare.serving.agents.states import State
-from jaxshare.serving.kvcache.policy import SearchNode, SearchPlace
+from jaxshare.serving.engine import SearchPlace
 
 MOST_OPEN = 256
 """Open states of a search, at most; larger searches do not say where they are, since each of their
 calls would list all of them."""
 
 
-def search_place(run: AgentRun, state: State, answer: SearchNode) -> SearchPlace | None:
+def search_place(run: AgentRun, state: State, answer: tuple[int, ...]) -> SearchPlace | None:
     """The place of a call that a firing of a state makes.
 
     Args:
@@ -28,7 +28,7 @@ def search_place(run: AgentRun, state: State, answer: SearchNode) -> SearchPlace
     return SearchPlace(run.id, node_of(state), answer, tuple(nodes))
 
 
-def node_of(state: State) -> SearchNode:
+def node_of(state: State) -> tuple[int, ...]:
     """The node of the search tree that a state belongs to: the last one that a firing of a state
     that branches has led to on its path; () before the first."""
     while state.parent is not None and not state.parent.branches:

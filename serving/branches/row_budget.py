@@ -92,7 +92,7 @@ def row_bytes(model: LoadedModel, max_new_tokens: int, counts_tokens: bool = Fal
     """
     c, logits = model.config, _LOGITS if cpu.used_for(None) else _LOGITS_OF_XLA
     logits += _LOGITS_OF_COUNTS * counts_tokens
-    activations = 4 * c.hidden_size + 2 * c.intermediate_size + 4 * c.num_heads * c.head_dim
+    activations = 4 * c.hidden_size + c.mlp_numbers + 4 * c.num_heads * c.head_dim
     # Activations are on every device of the group; logits are split over them or not: the larger
     # case is counted.
     numbers = logits * c.vocab_size + activations

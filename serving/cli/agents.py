@@ -270,10 +270,7 @@ def _model(
         return agent_models.endpoint_model(options)
     name = options.model or getattr(module, "MODEL", "embedded")
     if not isinstance(name, str):
-        model = f"the {type(name).__name__} of {options.file}"
-        has = "has its own" if isinstance(name, EngineModel) else "has none"
-        agents_options.refuse_engine(options, f"{model} {has}")
-        return name, model
+        return name, agents_options.made_model(options, name)
     if name == "scripted":
         if not hasattr(module, "scripted"):
             raise ValueError(

@@ -10,9 +10,11 @@ from typing import Any
 
 from jaxshare.argument_checks import shown
 from jaxshare.paths import check_file
+from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.agents.model_calls import in_thread
 from jaxshare.serving.agents.questions import OpenQuestion
+from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.kvcache.eviction import POLICIES
 
@@ -138,6 +140,18 @@ def refuse_engine(
             (f"{', '.join(rest)} and {last}", "are", "them") if rest else (last, "is", "it")
         )
         raise ValueError(f"{named} {verb} of an engine, and {why}; leave {them} out, or {instead}")
+
+
+def made_model(options: argparse.Namespace, model: Model) -> str:
+    """The words for a model that the agent's file makes itself.
+
+    Raises:
+      ValueError: options of an engine are given, which has no part in it or is made already.
+    """
+    name = f"the {type(model).__name__} of {options.file}"
+    has = "has its own" if isinstance(model, EngineModel) else "has none"
+    refuse_engine(options, f"{name} {has}")
+    return name
 
 
 def _has_content(file: str) -> bool:

@@ -14,6 +14,7 @@ from jaxshare.serving.errors import (
     QueueFullError,
     TooLongError,
 )
+from jaxshare.serving.kvcache.policy import SearchPlace
 from jaxshare.serving.logits_cache.hotspot import Hotspot
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NoTokenError",
     "NotANumberError",
     "QueueFullError",
+    "SearchPlace",
     "Stream",
     "StreamGroup",
     "TokenChunk",

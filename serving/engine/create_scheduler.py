@@ -20,10 +20,7 @@ def create_scheduler(
     metrics: Metrics,
     sizes: tuple[int, int, int, int | None],
     policy: str | Policy,
-    logits: LogitsCache | None,
-    hotspot: Hotspot,
-    *,
-    resample_always: bool = False,
+    cache: tuple[LogitsCache | None, Hotspot, bool],
 ) -> Scheduler:
     """The scheduler of an engine, with memory of its own.
 
@@ -33,10 +30,10 @@ def create_scheduler(
       sizes: tokens of the memory on the accelerator and on the host, rows, and passes of a
         dispatch, or None; see `Scheduler`.
       policy: the order of eviction, or its name.
-      logits, hotspot: the Logits Cache, and the rule for samples that leave it.
-      resample_always: whether the cache is used where it does not pay, too.
+      cache: the Logits Cache, the rule for hotspots, and whether it is used where it does not pay.
     """
     tokens, host_tokens, rows, passes = sizes
+    logits, hotspot, resample_always = cache
     policy = make_policy(policy) if isinstance(policy, str) else policy
     queue = FairQueue(policy.contributions if isinstance(policy, Contribution) else None)
     kept = (logits.num_top_logits or 1) if logits else 1

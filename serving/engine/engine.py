@@ -77,19 +77,14 @@ class Engine(SessionHost):
           kv_bytes: accelerator memory (on a mesh, of all devices of a group) for keys and values; by
             default for rows of 2,048 tokens and one of a full context, but at most 2 GiB.
           host_kv_bytes: host memory for evicted keys and values; 0 for none.
-          policy: the order of eviction: "contribution", "lru", "lfu", "slru", "priority", or a
-            `jaxshare.serving.kvcache.policy.Policy`.
-          max_rows: requests that run at the same time.
-          max_queue: requests that may wait beside those.
+          policy: "contribution", "lru", "lfu", "slru", "priority", or a `kvcache.policy.Policy`.
+          max_rows, max_queue: requests that run at the same time, and that may wait beside those.
           passes: of a dispatch, the most; between dispatches tokens are streamed and requests
             admitted. By default as follows from the speeds; see `Scheduler`.
           seed, sampler: for requests that have none; by default the checkpoint's own settings.
-          logits_cache: bytes of host memory for the Logits Cache, which requests with `resample`
-            use; or an existing one.
+          logits_cache: host bytes for requests with `resample`, or an existing Logits Cache.
           kept_logits: number of the largest logits to keep, beside the mass of the rest.
-          hotspot: the rule for requests with `resample="hotspot"`.
-          resample_always: use the Logits Cache for every request with `resample`, even where that
-            seems to take more time than it spares; then no text of a hotspot depends on times.
+          hotspot: the rule for `resample="hotspot"`; resample_always: use it where it does not pay.
 
         Raises:
           ValueError: an unknown policy, a number below 1, memory for less than one token or block,
@@ -106,15 +101,15 @@ class Engine(SessionHost):
         self.model, metrics = model.for_context(model.config.max_positions), Metrics()
         logits = validation.logits_cache_for(self.model, logits_cache, kept_logits)
         sizes = tokens, host, self.rows, passes and self.passes
-        scheduler = create_scheduler(
-            self.model, metrics, sizes, policy, logits, hotspot, resample_always=resample_always
-        )
+        use = logits, hotspot, resample_always
+        scheduler = create_scheduler(self.model, metrics, sizes, policy, use)
         leases = LeaseTable(scheduler.kv, agreement.device_lock(model.mesh))
         super().__init__(scheduler, leases, metrics)
         self._numbers, self._seeds = itertools.count(), DerivedSeeds(as_integer("seed", seed))
         self._store: CheckpointStore | None = None
-        settings = settings_of(self.model, sizes, policy, logits, hotspot)
-        agree_on_settings(leases, scheduler, settings)
+        agree_on_settings(
+            leases, scheduler, settings_of(self.model, sizes, policy, logits, hotspot)
+        )
 
     @property
     def logits_cache(self) -> LogitsCache | None:
@@ -197,13 +192,9 @@ class Engine(SessionHost):
         given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
         given |= {"top_logprobs": top_logprobs, "next_seed": next_seed, "place": place}
-        options = validation.RequestOptions.checked(
-            self.model,
-            sampler=sampler,
-            logprobs=True if several and several[1] else logprobs,
-            kept_logits=self._scheduler.output.num_top_logits,
-            **given,
-        )
+        given |= {"sampler": sampler, "logprobs": True if several and several[1] else logprobs}
+        kept = self._scheduler.output.num_top_logits
+        options = validation.RequestOptions.checked(self.model, kept_logits=kept, **given)
         return self._start_all(tokens, options, several)
 
     def _start_all(

@@ -27,6 +27,7 @@ class Siblings:
     def __init__(self, output: OutputProcessor):
         self._output = output
         self._families: dict[bytes, list[Request]] = {}
+        self._num_ended = 0
 
     def look_up(self, live: Sequence[RunningRequest]) -> None:
         """Gives waiting requests what the Logits Cache has of their outputs by now.
@@ -35,6 +36,7 @@ class Siblings:
           live: the rows in use.
         """
         self._forget_finished()
+        self._ask_again()
         for request in [r for r in self._output.queue if r.resample]:
             if request.watched is None:
                 watched = self._output.watch(request)
@@ -48,6 +50,21 @@ class Siblings:
             elif request.state in self._output.written and _is_replay(request):
                 self._output.go_on(request)
         self._output.written.clear()
+
+    def _ask_again(self) -> None:
+        """Lets requests that were left alone, and wait still, be looked up once their kind pays."""
+        payoff = self._output.payoff
+        if payoff.num_ended == self._num_ended:
+            return
+        self._num_ended, pays = payoff.num_ended, {}
+        for request in self._output.queue:
+            watched = request.watched
+            if watched is None or request.resample or request.output:
+                continue
+            if watched.kind not in pays:
+                pays[watched.kind] = payoff.kind_pays(watched.kind)
+            if pays[watched.kind]:
+                request.resample, request.watched = watched.way, None
 
     def holds(self, request: Request, live: Sequence[RunningRequest]) -> bool:
         """Returns whether a waiting request goes without a row, as another one computes its next

@@ -273,6 +273,9 @@ class Contribution(Policy):
             score = self._scores[segment] = self._score(segment, now)
         return score, segment.last_used, -segment.depth
 
+    def may_return(self, segment: Segment) -> bool:
+        return not (self._expect and self._places.is_over(segment))
+
     def _clear_ranks(self, now: int) -> None:
         """Drops cached ranks, which may be outdated."""
         self._now = now
@@ -282,7 +285,7 @@ class Contribution(Policy):
     def _score(self, segment: Segment, now: int) -> float:
         uses = self._uses.get(segment, {})
         score = 0.0
-        if self._expect and self._places.is_over(segment):
+        if not self.may_return(segment):
             return score
         for name in segment.owners:
             value = self._contributions.get(name, 0.0)

@@ -112,6 +112,10 @@ class Policy(Protocol):
         """The sort key of a segment: the LOWEST is evicted first."""
         ...
 
+    def may_return(self, segment: Segment) -> bool:
+        """Returns whether a later request may use a segment, so that a copy of it has a use."""
+        return True
+
     def observe(self, observation: Observation) -> None:
         """Called when a request was admitted."""
 

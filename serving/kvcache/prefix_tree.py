@@ -359,7 +359,7 @@ class PrefixTree:
             # requests, too. But each split leaves smaller pieces, and so smaller free runs.
             if len(node.tokens) > 2 * tokens:
                 above = self.split(node, len(node.tokens) - tokens)
-            self.evict_node(node, worth_a_copy)
+            self.evict_node(node, worth_a_copy and self.policy.may_return(node.segment))
             if above and above.evictable:
                 rank = self.policy.rank(above.segment, self.now)
                 heapq.heappush(candidates, (rank, next(numbers), above))

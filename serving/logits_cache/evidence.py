@@ -1,4 +1,4 @@
-"""What replays would have given, known from the tokens of outputs alone.
+"""Replays as they would have been, known from the tokens of outputs alone.
 
 Two outputs for one prompt share the distributions of the tokens that both begin with, and that of
 the token at which they part. So the tokens say how many distributions a Logits Cache would have
@@ -36,6 +36,16 @@ class Watched:
     any_kept: bool
     found: int | None = None
     follows: bool = False
+
+    @property
+    def way(self) -> str:
+        """How it samples again: "stepwise" or "hotspot"."""
+        return way_of(self.kind)
+
+
+def way_of(kind: Hashable) -> str:
+    """The way to sample again, the last part of a kind."""
+    return kind[-1] if isinstance(kind, tuple) else "stepwise"
 
 
 class Evidence:

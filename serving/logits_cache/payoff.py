@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare.decoding.top_logits import compress_logits
-from jaxshare.serving.logits_cache.evidence import Evidence, Watched
+from jaxshare.serving.logits_cache.evidence import Evidence, Watched, way_of
 
 _REPEATS = 2
 """Requests that came again, or beside another one of their state, until a kind is known."""
-_MARGIN = 2.0
+_MARGIN = 3.0
 """Times the cost that has to be spared. The cost is measured apart from a pass, which hides some."""
 _TRIED_STATES, _RETRIED_STATES = 8, 64
 """One state of so many is tried until hotspots were measured twice, and from then on."""
@@ -114,6 +114,9 @@ class Payoff:
       shape: rows, vocabulary and kept logits of a pass, for the measurement of what keeping costs.
       clock: the seconds now; None lets every request use the cache, as where several processes have
         to decide alike.
+
+    Attributes:
+      num_ended: requests that were counted.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class Payoff:
         self._rows, self._crowded = _Mean(), _Mean()
         self._hosts: dict[str, _Seconds] = collections.defaultdict(_Seconds)
         self._draft_seconds, self._draft_tokens, self._lookups = _Seconds(), _Mean(), 0
+        self.num_ended = 0
         self._spent = 0.0  # seconds of all passes
 
     def watch(self, kind: Hashable, state: bytes) -> Watched:
@@ -150,16 +154,30 @@ class Payoff:
         """
         if self._clock is None:
             return True
-        rate = self._rates.get(watched.kind)
-        if rate is None or rate.num_told < _REPEATS or not self._known_passes():
+        rate = self._known_rate(watched.kind)
+        if rate is None:
             return is_cached
-        way, tokens, repeats = _way_of(watched.kind), rate.tokens.value, rate.repeats.value
-        if self.balance(repeats, rate.replayed(way), rate.followed.value, tokens, way) > 0:
+        if self.kind_pays(watched.kind):
             return True
+        way, tokens, repeats = watched.way, rate.tokens.value, rate.repeats.value
         one_of = _TRIED_STATES if way == "hotspot" and not rate.is_measured else _RETRIED_STATES
         most = tokens if way == "hotspot" else rate.told.value
         is_tried = watched.state[0] % one_of == 0
         return is_tried and self.balance(repeats, most, 0, tokens, None) > 0
+
+    def kind_pays(self, kind: Hashable) -> bool:
+        """Returns whether the cache is known to pay for the requests of a kind."""
+        rate = self._known_rate(kind)
+        if rate is None:
+            return False
+        way, tokens, repeats = way_of(kind), rate.tokens.value, rate.repeats.value
+        return self.balance(repeats, rate.replayed(way), rate.followed.value, tokens, way) > 0
+
+    def _known_rate(self, kind: Hashable) -> "_Rate | None":
+        """The rate of a kind, if there is enough to judge by."""
+        rate = self._rates.get(kind)
+        is_known = rate is not None and rate.num_told >= _REPEATS and self._known_passes()
+        return rate if is_known else None
 
     def balance(
         self,
@@ -218,6 +236,7 @@ class Payoff:
         """
         if self._clock is None:
             return
+        self.num_ended += 1
         found, followed = self._evidence.add(watched, tokens, replayed is not None)
         is_repeat = watched.num_known > 0
         rate = self._rates.pop(watched.kind, None) or _Rate()
@@ -328,11 +347,6 @@ class Payoff:
         if is_known and self._draft_tokens.value > least:
             return True
         return most > least and self._lookups % one_of == 0
-
-
-def _way_of(kind: Hashable) -> str:
-    """The way to sample again, the last part of a kind."""
-    return kind[-1] if isinstance(kind, tuple) else "stepwise"
 
 
 @functools.lru_cache(maxsize=64)

@@ -173,6 +173,57 @@ GEMMA_3_1B = dict(
     use_cache=True,
     vocab_size=262144,
 )
+GEMMA_3_4B = dict(
+    architectures=["Gemma3ForConditionalGeneration"],
+    boi_token_index=255999,
+    eoi_token_index=256000,
+    eos_token_id=[1, 106],
+    image_token_index=262144,
+    initializer_range=0.02,
+    mm_tokens_per_image=256,
+    model_type="gemma3",
+    text_config=dict(
+        hidden_size=2560,
+        intermediate_size=10240,
+        model_type="gemma3_text",
+        num_hidden_layers=34,
+        rope_scaling=dict(factor=8.0, rope_type="linear"),
+        sliding_window=1024,
+    ),
+    torch_dtype="bfloat16",
+    transformers_version="4.50.0.dev0",
+    vision_config=dict(hidden_size=1152, num_hidden_layers=27, model_type="siglip_vision_model"),
+)
+MISTRAL_SMALL_3_1 = dict(
+    architectures=["Mistral3ForConditionalGeneration"],
+    image_token_index=10,
+    model_type="mistral3",
+    multimodal_projector_bias=False,
+    projector_hidden_act="gelu",
+    spatial_merge_size=2,
+    text_config=dict(
+        attention_dropout=0.0,
+        head_dim=128,
+        hidden_act="silu",
+        hidden_size=5120,
+        initializer_range=0.02,
+        intermediate_size=32768,
+        max_position_embeddings=131072,
+        model_type="mistral",
+        num_attention_heads=32,
+        num_hidden_layers=40,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-05,
+        rope_theta=1000000000.0,
+        sliding_window=None,
+        use_cache=True,
+        vocab_size=131072,
+    ),
+    torch_dtype="bfloat16",
+    transformers_version="4.50.0.dev0",
+    vision_config=dict(hidden_size=1024, model_type="pixtral"),
+    vision_feature_layer=-1,
+)
 SMOLLM3_3B = dict(
     architectures=["SmolLM3ForCausalLM"],
     attention_bias=False,
@@ -319,6 +370,8 @@ PUBLISHED = {
     "mistralai/Ministral-8B-Instruct-2410": (MINISTRAL_8B, 8_019_808_256),
     "google/gemma-2-2b": (GEMMA_2_2B, 2_614_341_888),
     "google/gemma-3-1b-it": (GEMMA_3_1B, 999_885_952),
+    "google/gemma-3-4b-it": (GEMMA_3_4B, 3_880_263_168),
+    "mistralai/Mistral-Small-3.1-24B-Instruct-2503": (MISTRAL_SMALL_3_1, 23_572_403_200),
     "HuggingFaceTB/SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
     "allenai/OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
     "allenai/Olmo-3-1025-7B": (OLMO_3_7B, 7_298_011_136),
@@ -326,7 +379,8 @@ PUBLISHED = {
     "zai-org/GLM-4-9B-0414": (GLM_4_9B_0414, 9_400_279_040),
     "zai-org/glm-4-9b-chat-hf": (GLM_4_9B_CHAT, 9_399_951_360),
 }
-"""The number of parameters as the hub gives it."""
+"""The number of parameters as the hub gives it, of the language model alone where there are
+others."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -420,9 +474,19 @@ def test_gemma_3_in_the_form_of_transformers_5():
     assert ModelConfig.from_json(four).rope == Rope.linear(256, 1e6, 8.0)
 
 
+def test_language_models_inside_checkpoints_of_images():
+    config = ModelConfig.from_json(GEMMA_3_4B)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.windows[:6] == (1024,) * 5 + (0,) and config.rope == Rope.linear(256, 1e6, 8.0)
+    assert all(name.startswith("language_model.model.") for name in expected_tensors(config))
+    mistral = ModelConfig.from_json(MISTRAL_SMALL_3_1)
+    assert "language_model.lm_head.weight" in expected_tensors(mistral)
+    assert mistral.windows == () and not mistral.tie_embeddings
+
+
 def test_smollm3_has_layers_without_rotation():
     config = ModelConfig.from_json(SMOLLM3_3B)
-    rotation, none = Rope.default(128, 5e6), Rope.none(128)
+    rotation, none = Rope.default(128, 5e6), Rope.none()
     assert config.layer_ropes == (rotation, rotation, rotation, none) * 9
     assert config.rope == rotation and config.tie_embeddings and config.windows == ()
     by_interval = {k: v for k, v in SMOLLM3_3B.items() if k != "no_rope_layers"}
@@ -490,6 +554,16 @@ def test_glm_4():
         (
             GEMMA_3_1B | dict(rope_parameters=dict(full_attention={}, chunked_attention={"a": 1})),
             "rope_parameters.chunked_attention",
+        ),
+        (GEMMA_3_4B | dict(text_config=None), "lacks text_config"),
+        (GEMMA_3_4B | dict(audio_config={"a": 1}), "audio_config"),
+        (
+            GEMMA_3_4B | dict(text_config=GEMMA_3_4B["text_config"] | dict(sliding_window=0)),
+            "text_config.sliding_window is 0",
+        ),
+        (
+            MISTRAL_SMALL_3_1 | dict(text_config=dict(model_type="ministral3")),
+            "text_config.model_type.*ministral3.*only mistral",
         ),
         (SMOLLM3_3B | dict(no_rope_layers=[1] * 35), "no_rope_layers.*36 layers"),
         (SMOLLM3_3B | dict(no_rope_layers=[2] * 36), "no_rope_layers.*1 for layers"),

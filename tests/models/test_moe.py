@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import importlib.machinery
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,9 @@ from jaxshare import sharding
 from jaxshare.models.experts import MixtureOfExperts
 from jaxshare.models.moe import MoE, route
 from jaxshare.models.ragged import ragged_product
+from jaxshare.models.tensor_parallel import logical_axes
+from jaxshare.pallas.device import H200, assume_device
+from tests.helpers import TINY
 
 WIDTH = 24
 PLAIN = MoE(num_experts=8, top_k=2, expert_size=12, normalise=True)
@@ -215,30 +221,51 @@ def test_ragged_products_and_their_gradients(sizes):
     np.testing.assert_allclose(gradients[1], to_kernel, atol=2e-5)
 
 
-@pytest.mark.parametrize(("form", "devices"), [("qwen2", 4), ("gpt_oss", 2), ("qwen2_three", 4)])
-def test_experts_over_the_devices_of_a_mesh(form, devices):
+@pytest.mark.parametrize("sizes", [[0, 7, 0, 70], [0, 0, 0, 0]])
+def test_ragged_products_of_other_devices(sizes, monkeypatch):
+    """XLA's own, and those of tokamax where it is found, which has the interface of JAX's."""
+    rng = np.random.default_rng(1)
+    rows, kernel = rng.standard_normal((80, 6)), rng.standard_normal((4, 5, 6))
+    arrays = [jnp.asarray(each, "float32") for each in (rows, kernel)]
+    count, group = sum(sizes), np.repeat(np.arange(4), sizes)
+    expected = np.einsum("sm,sfm->sf", rows[:count], kernel[group])
+    calls = []
+
+    def ragged_dot_general(*arguments, **more):
+        calls.append(arguments)
+        return jax.lax.ragged_dot_general(*arguments, **more)
+
+    tokamax = types.ModuleType("tokamax")
+    tokamax.ragged_dot_general = ragged_dot_general
+    tokamax.__spec__ = importlib.machinery.ModuleSpec("tokamax", None)
+    for number in (0, 1):
+        if number:
+            monkeypatch.setitem(sys.modules, "tokamax", tokamax)
+        with assume_device(H200):
+            y = ragged_product(*arrays, jnp.array(sizes), jnp.float32)
+        np.testing.assert_allclose(y[:count], expected, atol=1e-5)
+        assert len(calls) == number
+
+
+@pytest.mark.parametrize(
+    ("form", "devices", "experts"),
+    [("qwen2", 4, 8), ("gpt_oss", 2, 8), ("qwen2", 4, 3), ("gpt_oss", 4, 3)],
+)
+def test_experts_over_the_devices_of_a_mesh(form, devices, experts):
     """Whole experts where they divide over the devices, else a part of each."""
-    moe, params = FORMS[form.removesuffix("_three")], made(form.removesuffix("_three"))
-    if form.endswith("_three"):  # that do not divide
-        moe = dataclasses.replace(moe, num_experts=3)
-        params = params | {
-            name: {"kernel": params[name]["kernel"][:3]}
-            for name in ("router", "gate", "up", "down")
-        }
-    mesh = sharding.make_mesh(tensor=devices)
+    moe = dataclasses.replace(FORMS[form], num_experts=experts)
+    stacked = "router", "gate", "up", "down"
+    params = {
+        name: jax.tree.map(lambda leaf: leaf[:experts], value) if name in stacked else value
+        for name, value in made(form).items()
+    }
+    mesh, config = sharding.make_mesh(tensor=devices), dataclasses.replace(TINY, moe=moe)
     local = moe.on_each_of(devices)
-    whole_experts = bool(local.held)
-    axes = {"gate": 1, "up": 1, "down": 2}
+    assert bool(local.held) == (experts == 8)
 
     def spec(path, leaf):
-        names = [key.key for key in path]
-        if names[0] in ("router", "shared_gate", "choice_bias"):
-            return PartitionSpec()
-        if names[0] == "shared":
-            return PartitionSpec(*[None, "tensor"] if names[1] == "down" else ["tensor"])
-        if whole_experts:
-            return PartitionSpec("tensor")
-        return PartitionSpec(*[None] * axes[names[0]], "tensor")
+        names = "layers_0", "moe", *(key.key for key in path)
+        return sharding.spec(logical_axes(names, config, mesh))
 
     run = sharding.on_each(
         lambda params, x: MixtureOfExperts(local, "tensor").apply({"params": params}, x),
@@ -248,3 +275,16 @@ def test_experts_over_the_devices_of_a_mesh(form, devices):
     )
     x = tokens(6)[None]
     np.testing.assert_allclose(run(params, x), apply(moe, params, x), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", [{3: 2, 17: 1, 39: 5}, {0: 3}, {}])
+def test_few_rows_read_their_own_matrices(sizes):
+    rng = np.random.default_rng(2)
+    rows, kernel = rng.standard_normal((8, 6)), rng.standard_normal((40, 5, 6))
+    counts = [sizes.get(group, 0) for group in range(40)]
+    group = np.repeat(np.arange(40), counts)
+    arrays = [jnp.asarray(each, "float32") for each in (rows, kernel)]
+    with assume_device(H200):
+        y = ragged_product(*arrays, jnp.array(counts), jnp.float32)
+    expected = np.einsum("sm,sfm->sf", rows[: len(group)], kernel[group])
+    np.testing.assert_allclose(y[: len(group)], expected, atol=1e-5)

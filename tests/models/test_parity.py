@@ -20,7 +20,10 @@ import pytest
 from jaxshare import models
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
-from tests.helpers import DenseModel, mostly_slow
+from jaxshare.trace.recorder import Recorder
+from jaxshare.trace.trace import Trace
+from tests.helpers import mostly_slow
+from tests.models.test_moe_models import DenseExperts
 from tests.paths import FIXTURES
 
 FOLDER = Path(os.environ.get("JAXSHARE_PARITY_FIXTURES") or FIXTURES / "parity")
@@ -178,13 +181,17 @@ Hogwild!. Blocks 2 and 3 are headers, 5 and 6 the workers'."""
 @pytest.mark.parametrize("case", all_of(QUICK[-3:]))
 def test_workers_in_three_layouts(case):
     """Greedy workers that are also fed tokens at random, against float64 numpy that turns every key
-    to its place in each row and pass. The numpy model is compared with transformers, too."""
+    to its place in each row and pass, and computed anew from their trace. The numpy model is
+    compared with transformers, too."""
     model, expected = load(case)
-    alone = DenseModel(model.config, model.params, 1)
+    alone = DenseExperts(model.config, model.params, 1)
     (logits,) = alone.forward([expected["tokens"][:80].tolist()], [[0]])
     np.testing.assert_allclose(logits, expected["logits"][:80], rtol=0, atol=TOLERANCE)
     for layout, (rows, moves) in LAYOUTS.items():
-        run_workers(model, expected["prompt"].tolist(), rows, moves, random.Random(layout))
+        rng = random.Random(layout)
+        trace, exact = run_workers(model, expected["prompt"].tolist(), rows, moves, rng)
+    logits, _ = models.reencode(model, trace)
+    np.testing.assert_allclose(logits, exact, rtol=0, atol=TOLERANCE)
 
 
 def run_workers(
@@ -193,9 +200,11 @@ def run_workers(
     rows: list[list[int]],
     moves: bool,
     rng: random.Random,
-) -> None:
+) -> tuple[Trace, np.ndarray]:
+    """What was run, and the logits after each of its tokens."""
     cache = KVCache.create(model.config, CAPACITIES, dtype=jnp.float32)
-    dense = DenseModel(model.config, model.params, len(CAPACITIES))
+    dense = DenseExperts(model.config, model.params, len(CAPACITIES))
+    recorder, found = Recorder(len(CAPACITIES), CAPACITIES), []
 
     def forward(new: list[list[int]], listed: list[list[int]]) -> list[int]:
         """The tokens that follow, after a comparison of all logits."""
@@ -205,7 +214,9 @@ def run_workers(
             padded[r, : len(tokens)], count[r] = tokens, len(tokens)
         layout = Layout.from_blocks(listed, num_rows=2, width=LISTED)
         logits, cache = model.forward(padded, count, cache, layout, every=True)
+        recorder.feed(new, listed)
         wanted = dense.forward(new, listed)
+        found.extend(wanted)
         for got, exact in zip(np.asarray(logits), wanted, strict=False):
             np.testing.assert_allclose(got[: len(exact)], exact, rtol=0, atol=TOLERANCE)
         return [int(exact[-1].argmax()) for exact in wanted]
@@ -223,3 +234,5 @@ def run_workers(
             for row in rows:
                 cache = cache.move(row[-1], 0)
                 dense.move(row[-1], 0)
+                recorder.move(row[-1], 0)
+    return recorder.trace(), np.concatenate(found)

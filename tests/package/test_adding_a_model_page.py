@@ -12,8 +12,9 @@ PAGE = (ROOT / "docs" / "adding_a_model.md").read_text(encoding="utf-8")
 def test_it_names_the_architectures_that_are_known_beside_the_files_that_read_them():
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| .* \| `models/(\w+)\.py` \|$", PAGE, re.M)
     named = {name: module for names, module in rows for name in re.findall(r"\w+", names)}
-    read = {name: family.read.__module__ for name, family in FAMILIES.items()}
-    assert {name: f"jaxshare.models.{module}" for name, module in named.items()} == read
+    assert named.keys() == FAMILIES.keys()
+    for name, module in named.items():
+        assert f'"{name}"' in (ROOT / "models" / f"{module}.py").read_text(encoding="utf-8")
 
 
 def test_it_names_each_field_in_which_families_differ():

@@ -10,7 +10,7 @@ import pytest
 from jaxshare.serving.agents import Runtime
 from jaxshare.serving.agents.backends import ScriptedModel
 from scripts.bench import residency as bench
-from scripts.bench.parts.residency import concurrent
+from scripts.bench.parts.residency import concurrent, repairs
 from scripts.bench.parts.residency.tree import Counts
 
 
@@ -18,7 +18,7 @@ def played(tasks, rounds, seed=0):
     """The calls of the workflow, with a model that says the same to everything."""
     model = ScriptedModel({lambda call: True: "so"}, delay=lambda call: 0.001)
     runtime = Runtime(model)
-    done = asyncio.run(runtime.run(concurrent.repairs, tasks, rounds, seed))
+    done = asyncio.run(runtime.run(repairs.repairs, tasks, rounds, seed))
     return model.calls, done, runtime.runs
 
 
@@ -46,7 +46,7 @@ def test_prompts_grow_by_what_is_new_until_the_record_is_condensed():
     assert len(patches[-1]) > 2 * len(patches[0])
     again = [prompt(call) for call in played(1, 4)[0] if call.agent == "patcher"]
     assert again[:12] == patches and not again[12].startswith(patches[11][:1200])
-    begin = patches[0][: concurrent.RULES]
+    begin = patches[0][: repairs.RULES]
     assert all(prompt(call).startswith(begin) for call in calls)
     assert done.accepted.value == [["so"] * 9]
     assert [prompt(call) for call in played(1, 3, seed=1)[0]] != [prompt(call) for call in calls]
@@ -85,6 +85,9 @@ def test_what_is_reported_is_what_the_words_say():
         1 / 6
     )
     assert own["fewer_hot_misses"] == pytest.approx(1 - 60 / 120)
+    # With memory for all there are 5 misses of each hot agent in each run, under lru 30.
+    assert own["fewer_avoidable_hot_misses"] == pytest.approx(60 / 100)
+    assert rows["ample"]["fewer_avoidable_hot_misses"] == 1
     assert own["evicted_ratio"] == 900 / 500
     assert own["recomputed_tokens"] == 2 * (95 - 80) + 2 * (95 - 90)
     assert (own["to_host_tokens"], own["fetched_tokens"], own["preemptions"]) == (20, 14, 2)

@@ -7,7 +7,7 @@ from jaxshare import Sampler
 from jaxshare.serving.kvcache.speeds import FixedSpeeds
 from jaxshare.serving.logits_cache.payoff import Payoff
 from tests.serving.engine.stepped import small_pieces
-from tests.serving.engine.test_engine import SHORT, STOP, Stepped, done, metric
+from tests.serving.engine.test_engine import ROWS, SHORT, STOP, Stepped, done, metric
 from tests.serving.logits_cache.test_payoff import Clock
 
 __all__ = ["small_pieces"]  # the fixture
@@ -19,11 +19,11 @@ COUNT, TURNS = 20, 4
 
 @pytest.fixture
 def engine():
-    """One whose passes take a millisecond a row, and that takes a tenth of one to keep a token."""
+    """One whose passes take a millisecond, as does what the host does for a request."""
     made = Stepped(2048, **SHORT)
     made._scheduler.kv.speeds = speeds = FixedSpeeds()
     speeds.last_pass_seconds = 1e-3
-    made._scheduler.output.payoff = Payoff((1, 31, 8), Clock(3e-3))
+    made._scheduler.output.payoff = Payoff((1, 31, 8), Clock(1e-3))
     return made
 
 
@@ -90,5 +90,7 @@ def test_a_family_follows_its_first_once_outputs_agree_and_rows_are_short(engine
         return metric(engine, "jaxshare_tokens_total", how="sampled") - before
 
     engine._scheduler.kv.speeds.last_pass_seconds = 1e-1
-    assert family(range(12)) == 12 * COUNT  # four rows, for which the others wait
-    assert family(range(12, 24)) == COUNT
+    # Four have rows, the one that reads the prompt ends first, and another one takes its row; the
+    # others wait until these have shown it, and follow one of them.
+    assert family(range(12)) == (ROWS + 2) * COUNT
+    assert family(range(12, 24)) == 0

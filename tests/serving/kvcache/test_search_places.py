@@ -160,14 +160,14 @@ def watched(engine):
     return notes
 
 
-def searched(*, placed):
+def searched(*, placed, host=0):
     """Three answers to a question, each of which is gone on from twice; then the search keeps two
     branches and asks in the second, while other agents need room.
 
     Returns the engine, notes of evictions, the dialogues by node, what others have asked, and the
     outputs.
     """
-    engine = Stepped(512)
+    engine = Stepped(512, host)
     notes = watched(engine)
     dialogues, outputs = {(): lasting(64, 8, seed=1)}, []
 
@@ -210,6 +210,14 @@ def test_a_small_memory_loses_what_is_over_before_what_may_be_asked():
     assert cached(engine, dialogues[2, 1]) < asked == cached(blind, dialogues[2, 1])
     kept, less = (sum(cached(each, prompt) for prompt in others) for each in (engine, blind))
     assert kept > less
+
+
+def test_what_is_over_is_not_copied_to_the_host():
+    engine, notes, dialogues, _, _ = searched(placed=True, host=512)
+    tree = engine._scheduler.kv.tree
+    assert any(is_over for is_over, _ in notes) and not all(is_over for is_over, _ in notes)
+    assert 0 < tree.swapped < tree.evicted and tree.dropped == tree.evicted - tree.swapped
+    assert cached(engine, dialogues[2, 1]) < cached(engine, dialogues[0, 1])
 
 
 def test_a_place_is_checked_before_anything_runs():

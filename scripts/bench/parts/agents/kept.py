@@ -82,7 +82,7 @@ PROGRAMS = {
 
 
 def measure(model: Any, rounds: int) -> list[dict[str, Any]]:
-    """What each program costs: microseconds a kept state, megabytes of all of them, and milliseconds
+    """Measures each program: microseconds a kept state, megabytes of all of them, and milliseconds
     a state that is fired again."""
     again: dict[str, list[float]] = {name: [] for name in PROGRAMS}
 

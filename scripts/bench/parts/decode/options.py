@@ -6,20 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.bench.lib import Parser
-from scripts.bench.parts.decode.report import GOAL_PROMPT
-from scripts.bench.parts.decode.sides import MODEL
+from scripts.bench.parts.decode.families import FAMILIES, BenchFamily
 
-BATCHES = "1,8,64"
+LLAMA = FAMILIES["llama"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of a run; rounds and steps as `--quick` has them where they were not given.
+    """The options of a run; rounds and steps as `--quick` has them, and batches and prompt as the
+    family has them, where they were not given.
 
     Attributes:
+      family: of the model.
       python: that runs the other side.
     """
 
+    family: BenchFamily
     batches: tuple[int, ...]
     prompt: int
     rounds: int
@@ -40,15 +42,13 @@ def add_options(parser: Parser, *, quick_steps: int, quick: str) -> None:
     """
     parser.add_argument(
         "--batches",
-        default=BATCHES,
         metavar="N,N",
-        help="rows decoded at once (default %(default)s)",
+        help=f"rows decoded at once (default {LLAMA.batches})",
     )
     parser.add_argument(
         "--prompt",
         type=int,
-        default=GOAL_PROMPT,
-        help="tokens of each row's prompt (default %(default)s)",
+        help=f"tokens of each row's prompt (default {LLAMA.prompt})",
     )
     parser.add_argument("--rounds", type=int, help="turns of each side (default 5; quick 3)")
     parser.add_argument(
@@ -66,14 +66,17 @@ def checked(
     find_python: Callable[[], str],
     *,
     fewest_steps: int = 1,
+    family: BenchFamily = LLAMA,
 ) -> Options:
     """The options as they were given; ends the program where they cannot be.
 
     Args:
       find_python: finds the Python that runs the other side, once all else is right.
       fewest_steps: a turn has.
+      family: of the model.
     """
-    batches = parser.numbers("--batches", given.batches, BATCHES)
+    batches = parser.numbers("--batches", given.batches or family.batches, family.batches)
+    prompt = family.prompt if given.prompt is None else given.prompt
     rounds = given.rounds if given.rounds is not None else 3 if given.quick else 5
     steps = given.steps
     if steps is None:
@@ -83,16 +86,17 @@ def checked(
             f"--rounds is {rounds}, --steps {steps} and --seed {given.seed}, but they must be at "
             f"least 1, {fewest_steps} and 0"
         )
-    most = MODEL["max_position_embeddings"] - steps * (rounds + 1)
-    if not 1 <= given.prompt <= most:
+    most = family.config["max_position_embeddings"] - steps * (rounds + 1)
+    if not 1 <= prompt <= most:
         parser.error(
-            f"--prompt is {given.prompt}, but with {rounds} rounds of {steps} steps it must be "
+            f"--prompt is {prompt}, but with {rounds} rounds of {steps} steps it must be "
             f"from 1 to {most} tokens"
         )
     parser.check_output(given.output)
     return Options(
+        family,
         batches,
-        given.prompt,
+        prompt,
         rounds,
         steps,
         given.quick,

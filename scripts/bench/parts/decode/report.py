@@ -1,7 +1,7 @@
 """The goals of the benchmark of decoding, and its tables."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.bench.lib import (
@@ -36,16 +36,16 @@ def summarise(rows: int, steps: int, times: dict[str, list[float]]) -> dict[str,
     return {"batch": rows, "sides": sides, "ratios": to_theirs}
 
 
-def goals(results: Sequence[dict[str, Any]], prompt: int) -> list[Goal]:
-    """The goals that these results can be held against: they are set for one length of prompt."""
+def goals(results: Sequence[dict[str, Any]], targets: Mapping[int, float]) -> list[Goal]:
+    """The goals that these results can be held against, of those of each batch."""
     return [
         Goal(
             f"decode tokens per second, batch {r['batch']}: times transformers",
             r["ratios"][OURS]["median"],
-            GOALS[r["batch"]],
+            targets[r["batch"]],
         )
         for r in results
-        if r["batch"] in GOALS and prompt == GOAL_PROMPT
+        if r["batch"] in targets
     ]
 
 
@@ -53,7 +53,7 @@ def as_text(report: dict[str, Any]) -> str:
     """The report without its goals."""
     settings, where, found = report["settings"], report["machine"], report["versions"]
     lines = [
-        f"Llama, {settings['parameters'] / 1e6:.1f} M parameters, bfloat16, prompt "
+        f"{settings['family']}, {settings['parameters'] / 1e6:.1f} M parameters, bfloat16, prompt "
         f"{settings['prompt']}; medians of {settings['rounds']} rounds of {settings['steps']} "
         "steps",
         f"{where['cpu']}, {where['cores']} cores, load {where['load_average']} at the start; jax "

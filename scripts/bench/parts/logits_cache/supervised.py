@@ -85,10 +85,7 @@ def search_point(
     always: bool = False,
 ) -> dict[str, Any]:
     """Searches for an answer to each prompt, on one side after the other; the first one is not timed.
-
-    Args:
-      model, prompts, supervisor, temperature, tokens, kept, seed: of the searches.
-      always: whether the Logits Cache is used where it does not pay, too.
+    With `always` the Logits Cache is used where it does not pay, too.
 
     Returns:
       The supervisor, the temperature, the speed-up of each side in the mean over prompts and its
@@ -110,8 +107,7 @@ def search_point(
         }
         for each in models.values():
             each.engine.warm_up()
-        said: dict[str, list[Any]] = {side: [] for side in SIDES}
-        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+        said, seconds = ({side: [] for side in SIDES} for _ in range(2))
 
         def search(side: str, prompt: Sequence[int]) -> float:
             begun = time.perf_counter()
