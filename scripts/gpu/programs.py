@@ -152,10 +152,10 @@ def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
     )
 
     def attend(q: jax.Array, keys: jax.Array, values: jax.Array, plan: Plan) -> jax.Array:
-        more = {"sinks": jnp.zeros(q.shape[2])} if case.scoring.sinks else {}
+        sinks = jnp.zeros(q.shape[2]) if case.scoring.sinks else None
         softcap = case.scoring.softcap
         return block_attention(
-            q, keys, values, plan, implementation=backend, softcap=softcap, **more
+            q, keys, values, plan, implementation=backend, softcap=softcap, sinks=sinks
         )
 
     return attend, (q, cache.keys[0], cache.values[0], plan)
