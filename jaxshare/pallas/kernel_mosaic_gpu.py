@@ -233,7 +233,7 @@ def attention_kernel(
 
                     scores = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP, size), jnp.float32))
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
-                    scores = capped(scores, softcap)
+                    scores = capped(scores, softcap, few_registers=dim >= 256)
                     if masked:
                         start, before = window(now, i)
                         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + (

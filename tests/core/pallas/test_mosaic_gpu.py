@@ -122,6 +122,12 @@ def test_softcaps():
     check(shape, case([[0, 2], [1, 0], [3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
 
 
+@pytest.mark.slow
+def test_softcaps_of_wide_heads():
+    shape = dataclasses.replace(DECODE, dim=256, rotary=256, scoring=Scoring(100, 3.0))
+    check(shape, case([[0, 2], [1, 0], [3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
+
+
 WINDOW = dataclasses.replace(DECODE, scoring=Scoring(window=70))
 
 
