@@ -3,6 +3,7 @@ can serve the call."""
 
 import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax import Array
 from jaxtyping import Float
@@ -21,27 +22,12 @@ def _imported(find: Callable[[], Backend]) -> Backend:
     """A backend that is imported when it is called; where it cannot be imported, the next one is
     tried."""
 
-    def backend(
-        q: Array,
-        keys: Array,
-        values: Array,
-        plan: Plan,
-        scale: float,
-        softcap: float = 0.0,
-        sinks: Array | None = None,
-    ) -> Array:
-        for given, what in (
-            (plan.window, "window"),
-            (softcap, "softcap"),
-            (sinks is not None, "sink"),
-        ):
-            if given:
-                raise NotImplementedError(f"it has no {what}s")
+    def backend(*arguments: Any, **more: Any) -> Array:
         try:
             found = find()
         except ImportError as error:
             raise NotImplementedError(f"it cannot be imported ({error})") from error
-        return found(q, keys, values, plan, scale)
+        return found(*arguments, **more)
 
     return backend
 

@@ -40,10 +40,16 @@ def sink_part(
       out, lse: of any other part, for the shapes.
       axis: the mesh axis over which tokens are spread; the first device has the part.
     """
-    score = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
-    if axis is not None:
-        score = jnp.where(jax.lax.axis_index(axis) == 0, score, -jnp.inf)
-    return jnp.zeros_like(out), score
+    return jnp.zeros_like(out), jnp.broadcast_to(sinks_here(sinks, axis), lse.shape)
+
+
+def sinks_here(sinks: Float[Array, "..."], axis: str | None) -> Float32[Array, "..."]:
+    """The sinks in float32, and -inf on all devices of the axis but the first, so that they count
+    once."""
+    sinks = sinks.astype(jnp.float32)
+    if axis is None:
+        return sinks
+    return jnp.where(jax.lax.axis_index(axis) == 0, sinks, -jnp.inf)
 
 
 def merge_over(

@@ -8,7 +8,6 @@ are rotated once, not by each of them (Hogwild! section 3.4).
 
 import functools
 import importlib
-import math
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.kernel_mosaic_gpu import ALIGNMENT, WARPGROUP, Barriers, attention_kernel
 from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
+from jaxshare.pallas.scores import query_scale
 from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, MosaicTiles, choose_mosaic
 from jaxshare.pallas.work_items import Work, make_work
 from jaxshare.rope import rotate
@@ -33,6 +33,8 @@ def mosaic_gpu_attention(
     values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H D"]:
     """Attention of queries over arenas that already hold this pass's keys.
 
@@ -60,10 +62,10 @@ def mosaic_gpu_attention(
         num_items=device.multiprocessors,
         alignment=ALIGNMENT,
     )
-    queries = segment_queries(q, plan, work, scale * math.log2(math.e), keys.dtype)
-    out, lse = _pieces(queries, keys, values, work, tiles, device)
+    queries = segment_queries(q, plan, work, query_scale(scale, softcap), keys.dtype)
+    out, lse = _pieces(queries, keys, values, work, tiles, device, softcap)
     return merge_pieces(
-        out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.token_sharding.axis
+        out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.token_sharding.axis, sinks
     )
 
 
@@ -136,7 +138,13 @@ def _padded(arena: Array, tile: int) -> Array:
 
 
 def _pieces(
-    queries: Array, keys: Array, values: Array, work: Work, tiles: MosaicTiles, device: Device
+    queries: Array,
+    keys: Array,
+    values: Array,
+    work: Work,
+    tiles: MosaicTiles,
+    device: Device,
+    softcap: float,
 ) -> tuple[Array, Array]:
     """Partial results of all pieces, base 2.
 
@@ -155,7 +163,7 @@ def _pieces(
     rows = work.partial_rows
     kernel = plgpu.kernel(
         functools.partial(
-            attention_kernel, plgpu, work, tiles, keys.shape[1], part, device.interpret
+            attention_kernel, plgpu, work, tiles, keys.shape[1], part, softcap, device.interpret
         ),
         out_type=[
             jax.ShapeDtypeStruct((rows, padded_dim(dim)), jnp.float32),
@@ -194,6 +202,7 @@ def _pieces(
         work.items,
         work.segments.table,
         jnp.stack([work.count, work.total]),
+        *([] if work.unseen is None else [work.unseen]),
     )
 
 

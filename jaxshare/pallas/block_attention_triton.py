@@ -21,12 +21,12 @@ from jaxtyping import Float
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.merge_triton import merge_pieces
+from jaxshare.pallas.scores import capped, query_scale
 from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, TritonTiles, choose_triton
 from jaxshare.pallas.work_items import Work, make_work, partial_row
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MIN_CAPABILITY = 80
-_LOG2_E = 1.4426950408889634
 
 
 def triton_attention(
@@ -35,6 +35,8 @@ def triton_attention(
     values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H D"]:
     """Attention of queries over arenas that already hold this pass's keys.
 
@@ -57,7 +59,7 @@ def triton_attention(
         tile=tiles.tile,
         num_items=device.multiprocessors * tiles.items_per_multiprocessor,
     )
-    mixed, lse = _pieces(q, keys, values, plan, work, scale, tiles, device.interpret)
+    mixed, lse = _pieces(q, keys, values, plan, work, scale, softcap, tiles, device.interpret)
     return merge_pieces(
         mixed,
         lse,
@@ -67,6 +69,7 @@ def triton_attention(
         multiprocessors=device.multiprocessors,
         interpret=device.interpret,
         axis=plan.token_sharding.axis,
+        sinks=sinks,
     )
 
 
@@ -118,6 +121,7 @@ def _pieces(
     plan: Plan,
     work: Work,
     scale: float,
+    softcap: float,
     tiles: TritonTiles,
     interpret: bool,
 ) -> tuple[Array, Array]:
@@ -143,7 +147,8 @@ def _pieces(
             width=width,
             listed=plan.blocks.shape[1],
             pairs=pairs,
-            scale=scale * _LOG2_E,
+            scale=query_scale(scale, softcap),
+            softcap=softcap,
         ),
         out_shape=(
             jax.ShapeDtypeStruct((work.partial_rows, dim), jnp.float32),
@@ -164,6 +169,7 @@ def _pieces(
         work.segments.table,
         work.source,
         work.limits,
+        *([] if work.unseen is None else [work.unseen]),
     )
 
 
@@ -180,20 +186,19 @@ def _kernel(
     segments_ref: Any,
     source_ref: Any,
     limits_ref: Any,
-    mixed_ref: Any,
-    lse_ref: Any,
-    *,
+    *rest: Any,
     width: int,
     listed: int,
     pairs: int,
     scale: float,
+    softcap: float,
 ) -> None:
     """Processes one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
-    int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span];
-    mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
-    used. `scale` is for scores to base 2.
+    int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span],
+    with a sliding window also unseen; mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
+    used. `scale` is that of `query_scale`.
 
     Heads whose D is no power of two are cut into parts that are: Triton has no other shapes. Loads
     go through arrays of indices, whose masks keep them inside their array.
@@ -201,6 +206,7 @@ def _kernel(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
+    *unseen_ref, mixed_ref, lse_ref = rest
     span, tile = work.span, work.tile
     group = q_ref.shape[1] // keys_ref.shape[0]
     dim = q_ref.shape[2]
@@ -212,7 +218,9 @@ def _kernel(
     def segment(number: Array, _: None) -> None:
         head = number // count
         index = number - head * count
-        query, queries, start, _, tiles, full, before = (segments_ref[index, i] for i in range(7))
+        query, queries, start, lead, tiles, full, before, turn = (
+            segments_ref[index, i] for i in range(8)
+        )
         before = head * total + before
         first, end = jnp.maximum(first_tile - before, 0), jnp.minimum(end_tile - before, tiles)
 
@@ -220,7 +228,10 @@ def _kernel(
         source = plt.load(source_ref.at[query + lane])
         real = (lane < queries) & (source >= 0)
         source = jnp.where(real, source, 0)
-        limit = jnp.where(real, plt.load(limits_ref.at[query + lane]), 0)
+        limit, *unseen = (
+            jnp.where(real, plt.load(ref.at[query + lane]) + (lead if unseen_ref else 0), 0)
+            for ref in (limits_ref, *unseen_ref)
+        )
         longest = jnp.max(limit)
         token = source // (listed * width * group) * width + source // group % width
         rotation = source // group
@@ -254,6 +265,9 @@ def _kernel(
         def take(masked: bool, j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             """Adds one tile to the running softmax. `masked`: some query does not see all of it."""
             top, weight, *mixed = carry
+            if unseen_ref:
+                j = j + turn
+                j = jnp.where(j >= tiles, j - tiles, j)
             index = j * tile + jnp.arange(tile)
 
             def parts(ref: Any) -> list[Array]:
@@ -274,8 +288,12 @@ def _kernel(
                 return found
 
             scores = functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref)))
+            scores = capped(scores, softcap)
             if masked:
-                scores = jnp.where(index[None] < limit[:, None], scores, -jnp.inf)
+                seen = index[None] < limit[:, None]
+                for begin in unseen:
+                    seen = seen & (index[None] >= begin[:, None])
+                scores = jnp.where(seen, scores, -jnp.inf)
             higher = jnp.maximum(top, jnp.max(scores, axis=1))
             under = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
             keep = jnp.exp2(top - under)

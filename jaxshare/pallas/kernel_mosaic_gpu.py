@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxshare.pallas.scores import capped
 from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, partial_row
 
@@ -67,6 +68,7 @@ class _SegmentTiles(NamedTuple):
     lead: Array
     tiles: Array
     full: Array
+    turn: Array
     first: Array
     end: Array
 
@@ -77,6 +79,7 @@ def attention_kernel(
     tiles: MosaicTiles,
     arena: int,
     part: int,
+    softcap: float,
     interpret: bool,
     q_ref: Any,
     k_ref: Any,
@@ -85,21 +88,16 @@ def attention_kernel(
     item_ref: Any,
     segment_ref: Any,
     count_ref: Any,
-    out_ref: Any,
-    lse_ref: Any,
-    q_smem: Any,
-    k_smem: Any,
-    v_smem: Any,
-    out_smem: Any,
-    stat_smem: Any,
-    barriers: Barriers,
+    *rest: Any,
 ) -> None:
     """The kernel of one item. plgpu is Pallas' Mosaic GPU module.
 
     Refs in device memory: q [K, Q + span, D], k, v [K, tokens, D], limit [Q + span], item [P, 4],
-    segment [S, 8], count [2], out [partial rows, padded D], lse [partial rows]. In shared memory: q
-    [slots, 2, 64, D], k, v [slots, tile, D], out [2, 64, part], stat [2, 2, 64].
+    segment [S, 8], count [2], with a sliding window unseen [Q + span], out [partial rows, padded D],
+    lse [partial rows]. In shared memory: q [slots, 2, 64, D], k, v [slots, tile, D], out [2, 64,
+    part], stat [2, 2, 64].
     """
+    *unseen_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, stat_smem, barriers = rest
     size, dim, dtype = tiles.tile, k_ref.shape[2], k_ref.dtype
     wgmma = plgpu.Layout.WGMMA
     item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
@@ -108,8 +106,8 @@ def attention_kernel(
 
     def piece(number: Array) -> _SegmentTiles:
         head = lax.div(number, count)
-        query, queries, start, lead, tiles, full, tiles_before = (
-            segment_ref[number - head * count, i] for i in range(7)
+        query, queries, start, lead, tiles, full, tiles_before, turn = (
+            segment_ref[number - head * count, i] for i in range(8)
         )
         before = head * total + tiles_before
         return _SegmentTiles(
@@ -120,14 +118,15 @@ def attention_kernel(
             lead,
             tiles,
             full,
+            turn,
             jnp.maximum(first_tile - before, 0),
             jnp.minimum(end_tile - before, tiles),
         )
 
     def window(now: _SegmentTiles, i: Array) -> tuple[Array, Array]:
         """The arena index of the i-th tile read, and the segment's tokens before it."""
-        i = i + (now.lead > 0).astype(jnp.int32)
-        before = jnp.where(i == now.tiles, 0, i) * size
+        i = i + now.turn
+        before = jnp.where(i >= now.tiles, i - now.tiles, i) * size
         return pl.multiple_of(jnp.minimum(now.start + before, arena - size), ALIGNMENT), before
 
     @pl.when(warpgroup == 2)
@@ -205,10 +204,15 @@ def attention_kernel(
             query_slot = lax.rem(pieces, tiles.query_stages)
             narrow = now.queries <= WARPGROUP
             half = jnp.where(narrow, 0, warpgroup)
-            limit = now.lead + plgpu.load(
-                limit_ref.at[pl.ds(now.query + half * WARPGROUP, WARPGROUP)],
-                layout=wgmma.reduce(1),
-                optimized=False,
+            # counted from the start of the first tile
+            limit, *unseen = (
+                now.lead
+                + plgpu.load(
+                    ref.at[pl.ds(now.query + half * WARPGROUP, WARPGROUP)],
+                    layout=wgmma.reduce(1),
+                    optimized=False,
+                )
+                for ref in (limit_ref, *unseen_ref)
             )
             plgpu.barrier_wait(barriers.query_full.at[2 * query_slot])
             # Both wait for both halves: a warpgroup that skipped a phase of a barrier would take
@@ -229,14 +233,16 @@ def attention_kernel(
 
                     scores = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP, size), jnp.float32))
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
+                    scores = capped(scores, softcap, few_registers=dim >= 256)
                     if masked:
                         start, before = window(now, i)
                         token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + (
                             start - now.start
                         )
-                        seen = (token >= jnp.maximum(before, now.lead)) & (
-                            token < wide(limit, size)
-                        )
+                        first = before if unseen_ref else jnp.maximum(before, now.lead)
+                        seen = (token >= first) & (token < wide(limit, size))
+                        for begin in unseen:
+                            seen = seen & (token >= wide(begin, size))
                         scores = jnp.where(seen, scores, -jnp.inf)
                     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
                     under = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top

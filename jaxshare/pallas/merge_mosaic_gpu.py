@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxshare.attention.merge import merge_over
+from jaxshare.attention.merge import merge_over, sinks_here
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.work_items import Work, partial_row
 
@@ -32,6 +32,7 @@ def merge_pieces(
     dtype: jnp.dtype,
     device: Device,
     axis: str | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H D"]:
     """Attention of each query over all of its blocks; 0 for rows that see nothing.
 
@@ -43,6 +44,7 @@ def merge_pieces(
       dtype: of the result.
       device: the GPU that the kernel runs on.
       axis: of the mesh, over which keys are sharded.
+      sinks: for each head a score beside those of all keys, whose value is 0.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -56,7 +58,7 @@ def merge_pieces(
     merged = jax.ShapeDtypeStruct((queries, columns), rounded)
     lse_out = jax.ShapeDtypeStruct((queries, columns), jnp.float32)
     results = plgpu.kernel(
-        functools.partial(_merge_kernel, plgpu, work, shape, rounded),
+        functools.partial(_merge_kernel, plgpu, work, shape, rounded, sinks is not None),
         out_type=[merged, lse_out] if axis else [merged],
         grid=(-(-queries // 4),),
         grid_names=("four",),
@@ -65,7 +67,13 @@ def merge_pieces(
         kernel_name="merge_pieces",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if device.interpret else None,
-    )(out, lse, listed, work.pieces)
+    )(
+        out,
+        lse,
+        listed,
+        work.pieces,
+        *([] if sinks is None else [sinks_here(sinks, axis) * math.log2(math.e)]),
+    )
     out = results[0][:, :dim].reshape(shape)
     if axis is None:
         return out
@@ -78,20 +86,21 @@ def _merge_kernel(
     work: Work,
     shape: tuple[int, int, int, int],
     dtype: jax.typing.DTypeLike,
+    has_sinks: bool,
     out_ref: Any,
     lse_ref: Any,
     listed_ref: Any,
     piece_ref: Any,
-    merged_ref: Any,
-    *lse_out_ref: Any,
+    *rest: Any,
 ) -> None:
     """Merges one query a warpgroup.
 
     plgpu is Pallas' Mosaic GPU module; of `work` only the static fields are used.
 
-    Refs: listed [R * N, 4], piece [K, S, 2], merged [R * T * H, padded D] of `dtype`, lse_out as
-    merged, all columns alike.
+    Refs: listed [R * N, 4], piece [K, S, 2], sink [H] if there are any, to base 2, merged [R * T *
+    H, padded D] of `dtype`, lse_out as merged, all columns alike.
     """
+    sink_ref, (merged_ref, *lse_out_ref) = rest[:has_sinks], rest[has_sinks:]
     rows, width, heads, dim = shape
     slots, columns = listed_ref.shape[0] // rows, padded_dim(dim)
     queries = rows * width * heads
@@ -136,7 +145,11 @@ def _merge_kernel(
 
     strided = plgpu.Layout.WG_STRIDED((columns,), vec_size=1)
     zero = plgpu.layout_cast(jnp.full((columns,), 0.0, jnp.float32), strided)
-    top, total, mixed = lax.fori_loop(0, slots, add_block, (jnp.float32(-jnp.inf), zero, zero))
+    state = jnp.float32(-jnp.inf), zero, zero
+    for ref in sink_ref:
+        sink = ref[head]
+        state = sink, exp2(jnp.where(sink == -jnp.inf, sink, 0.0)), zero
+    top, total, mixed = lax.fori_loop(0, slots, add_block, state)
     merged_ref[number] = (mixed / jnp.where(total == 0.0, 1.0, total)).astype(dtype)
     for ref in lse_out_ref:
         ref[number] = jnp.log2(total) + top

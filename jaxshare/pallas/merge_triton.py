@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxshare.attention.merge import merge_over
+from jaxshare.attention.merge import merge_over, sinks_here
 from jaxshare.pallas.work_items import Work, partial_row
 
 _SLOTS_AT_ONCE = 32
@@ -33,6 +33,7 @@ def merge_pieces(
     multiprocessors: int,
     interpret: bool,
     axis: str | None = None,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H D"]:
     """Attention of each query over all it sees, from its pieces; 0 for a query that sees nothing.
 
@@ -45,6 +46,7 @@ def merge_pieces(
       multiprocessors: of the GPU, so that few queries are spread over all of them.
       interpret: interpret the kernel, on the CPU.
       axis: of the mesh, over which keys are sharded.
+      sinks: for each head a score beside those of all keys, whose value is 0.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -54,7 +56,15 @@ def merge_pieces(
     queries = 1
     while queries < 8 and total >= 2 * queries * 8 * multiprocessors:
         queries *= 2
-    kernel = functools.partial(_kernel, work, shape=shape, queries=queries, lanes=_LANES // queries)
+    kernel = functools.partial(
+        _kernel,
+        work,
+        shape=shape,
+        queries=queries,
+        lanes=_LANES // queries,
+        has_sinks=sinks is not None,
+    )
+    more = [] if sinks is None else [sinks_here(sinks, axis) * math.log2(math.e)]
     # A result that is merged with other devices' is not rounded, and needs its log-sum-exp.
     merged = jax.ShapeDtypeStruct((total, dim), jnp.float32 if axis else dtype)
     results = pl.pallas_call(
@@ -64,7 +74,7 @@ def merge_pieces(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="merge_pieces",
-    )(mixed, lse, work.query, work.segment, work.member, work.pieces)
+    )(mixed, lse, work.query, work.segment, work.member, work.pieces, *more)
     out = results[0].reshape(shape)
     if axis is None:
         return out
@@ -79,21 +89,22 @@ def _kernel(
     segment_ref: Any,
     member_ref: Any,
     pieces_ref: Any,
-    out_ref: Any,
-    *lse_out_ref: Any,
+    *rest: Any,
     shape: tuple[int, int, int, int],
     queries: int,
     lanes: int,
+    has_sinks: bool,
 ) -> None:
     """Merges M = `queries` neighbouring queries, L = `lanes` pieces of each at once.
 
     Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; query, segment, member int32[R,
-    N]; pieces int32[K, S, 2]; out [R * T * H, D]; optional lse_out float32[R * T * H], to base 2.
-    Of `work` only the static fields are used.
+    N]; pieces int32[K, S, 2]; sinks float32[H] to base 2, if there are any; out [R * T * H, D];
+    optional lse_out float32[R * T * H], to base 2. Of `work` only the static fields are used.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
+    sinks_ref, (out_ref, *lse_out_ref) = rest[:has_sinks], rest[has_sinks:]
     rows, width, heads, dim = shape
     listed = query_ref.shape[1]
     group = heads // pieces_ref.shape[0]
@@ -149,7 +160,11 @@ def _kernel(
 
         return lax.fori_loop(0, (jnp.max(count) + lanes - 1) // lanes, pieces, carry)
 
-    start = jnp.full(queries, -jnp.inf), jnp.zeros(queries), jnp.zeros((queries, column.size))
+    top, total = jnp.full(queries, -jnp.inf), jnp.zeros(queries)
+    for ref in sinks_ref:
+        top = plt.load(ref.at[head])
+        total = jnp.where(top == -jnp.inf, 0.0, 1.0)
+    start = top, total, jnp.zeros((queries, column.size))
     top, total, out = lax.fori_loop(0, -(-listed // slots), blocks, start)
     for ref in lse_out_ref:
         plt.store(ref.at[index], top + jnp.log2(total), mask=real)

@@ -20,7 +20,7 @@ from jaxshare.pallas.device import Device
 from jaxshare.paths import cache_folder
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-MAX_QUERY_HEADS = 16
+MAX_QUERY_HEADS = 128
 """Query heads of a kv head. The kernels of either backend support these and the head dims above."""
 
 VERSION = 1

@@ -38,8 +38,8 @@ class Segments:
     A segment's tiles are the same for every kv head.
 
     Attributes:
-      table: int32[S, 8], the properties below in this order, and a column of zeros: a row is one
-        aligned read of 32 bytes.
+      table: int32[S, 8], the properties below in this order: a row is one aligned read of 32
+        bytes.
     """
 
     table: Array
@@ -58,13 +58,15 @@ class Segments:
     def start(self) -> Int[Array | np.ndarray, " S"]:
         """The arena index of its first tile.
 
-        That is its block's first token, rounded down to the alignment.
+        That is the first token of its block that any of its queries sees, rounded down to the
+        alignment.
         """
         return self.table[:, 2]
 
     @property
     def lead(self) -> Int[Array | np.ndarray, " S"]:
-        """Tokens of the first tile that precede the block. Such a tile is read last."""
+        """The block's first token, counted from `start`: tokens of the first tile that precede the
+        block. With a sliding window it is negative where the first tile starts inside the block."""
         return self.table[:, 3]
 
     @property
@@ -85,6 +87,12 @@ class Segments:
         """Tiles of all segments before it."""
         return self.table[:, 6]
 
+    @property
+    def turn(self) -> Int[Array | np.ndarray, " S"]:
+        """The number of its first tiles in the order of tokens, which are read last: those that hold
+        tokens before the block, or tokens that are outside some query's sliding window."""
+        return self.table[:, 7]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +111,9 @@ class Work:
         head * count + segment.
       source: int32[Q + span], the origin of each query: ((row * N + slot) * T + token) * G + group
         member; -1 for padding.
-      limits: int32[Q + span], tokens of its block that each query sees.
+      limits: int32[Q + span], tokens of its block that each query sees, the first ones.
+      unseen: int32[Q + span], how many of those it does not see, because they are outside its
+        sliding window; None without one.
       query: int32[R, N], index of the first query of each row towards each listed block; -1 where
         the row does not see it. T * G follow.
       segment: int32[R, N], the block's first segment.
@@ -120,6 +130,7 @@ class Work:
     items: Array
     source: Array
     limits: Array
+    unseen: Array | None
     query: Array
     segment: Array
     member: Array
@@ -175,7 +186,7 @@ def make_work(
     segments, count = _segments(plan, pairs, group=group, span=span, tile=tile, alignment=alignment)
     total = segments.tiles_before[-1] + segments.tiles[-1]
     num_queries = rows * slots * _round_up(per_row, ROW_ALIGNMENT)
-    source, limits = _sources(pairs, group, num_queries + span)
+    source, limits, unseen = _sources(pairs, group, num_queries + span)
     return Work(
         count=count,
         total=total,
@@ -183,6 +194,7 @@ def make_work(
         items=_items(segments, count, total, kv_heads, num_items),
         source=source,
         limits=limits,
+        unseen=unseen,
         query=jnp.where(pairs.sees, pairs.query, -1).reshape(rows, slots),
         segment=pairs.segment.reshape(rows, slots),
         member=pairs.member.reshape(rows, slots),
@@ -199,10 +211,13 @@ class _Pairs(NamedTuple):
     Attributes:
       block: the block; a real one where none is listed.
       count: the row's real new tokens.
-      seen: int32[R * N, T], tokens of the block that each new token sees.
-      sees: whether any of them sees any.
+      seen: int32[R * N, T], tokens of the block that each new token sees, the first ones.
+      unseen: int32[R * N, T], how many of those it does not see; None without a sliding window.
+      sees: False where none of them sees any.
       queries: queries of the block, of all rows.
       min_seen: the fewest tokens of the block that any row's first new token sees.
+      min_unseen, max_unseen: the fewest and the most of them that any real new token does not see;
+        None without a sliding window.
       member: queries of the block that precede the row's.
       first_query, query: index of the block's first query, and of the row's first.
       segment: the block's first segment.
@@ -211,9 +226,12 @@ class _Pairs(NamedTuple):
     block: Array
     count: Array
     seen: Array
+    unseen: Array | None
     sees: Array
     queries: Array
     min_seen: Array
+    min_unseen: Array | None
+    max_unseen: Array | None
     member: Array
     first_query: Array
     query: Array
@@ -227,8 +245,11 @@ def _pairs(plan: Plan, per_row: int, span: int) -> _Pairs:
     block = jnp.clip(plan.blocks, 0, num_blocks - 1).reshape(-1)
     seen = plan.seen.reshape(rows * slots, width)
     count = jnp.repeat(plan.count, slots)
-    most = jnp.take_along_axis(seen, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    sees = most > 0
+    last = jnp.maximum(count - 1, 0)[:, None]
+    most = jnp.take_along_axis(seen, last, axis=1)[:, 0]
+    unseen = None if plan.unseen is None else plan.unseen.reshape(rows * slots, width)
+    # Later tokens of a row see as many first tokens or more, and leave out as many or more.
+    sees = most > (0 if unseen is None else unseen[:, 0])
 
     # Pairs against pairs, [pair, other]: the ranks of a sort by block, without a sort.
     same = (block[:, None] == block[None]) & sees[None]
@@ -236,7 +257,13 @@ def _pairs(plan: Plan, per_row: int, span: int) -> _Pairs:
     index = jnp.arange(rows * slots)
     readers = jnp.sum(same, axis=1, dtype=jnp.int32)
     rank = jnp.sum(same & (index[None] < index[:, None]), axis=1, dtype=jnp.int32)
-    min_seen = jnp.min(jnp.where(same, seen[None, :, 0], jnp.iinfo(jnp.int32).max), axis=1)
+    never = jnp.iinfo(jnp.int32).max
+    min_seen = jnp.min(jnp.where(same, seen[None, :, 0], never), axis=1)
+    min_unseen = max_unseen = None
+    if unseen is not None:
+        min_unseen = jnp.min(jnp.where(same, unseen[None, :, 0], never), axis=1)
+        most_unseen = jnp.take_along_axis(unseen, last, axis=1)[:, 0]
+        max_unseen = jnp.max(jnp.where(same, most_unseen[None], 0), axis=1)
     # One pair counts for all that read its block.
     counts = earlier & (rank == 0)[None]
     padded = _round_up(readers * per_row, ROW_ALIGNMENT)
@@ -246,9 +273,12 @@ def _pairs(plan: Plan, per_row: int, span: int) -> _Pairs:
         block=block,
         count=count,
         seen=seen,
+        unseen=unseen,
         sees=sees,
         queries=readers * per_row,
         min_seen=min_seen,
+        min_unseen=min_unseen,
+        max_unseen=max_unseen,
         member=rank * per_row,
         first_query=first_query,
         query=first_query + rank * per_row,
@@ -256,8 +286,8 @@ def _pairs(plan: Plan, per_row: int, span: int) -> _Pairs:
     )
 
 
-def _sources(pairs: _Pairs, group: int, size: int) -> tuple[Array, Array]:
-    """`Work.source` and `Work.limits`, int32[size] both."""
+def _sources(pairs: _Pairs, group: int, size: int) -> tuple[Array, Array, Array | None]:
+    """`Work.source`, `Work.limits` and `Work.unseen`, int32[size] all."""
     num_pairs, width = pairs.seen.shape
     per_row = width * group
     index = jnp.where(pairs.sees, pairs.query, size)[:, None] + jnp.arange(per_row)
@@ -271,7 +301,12 @@ def _sources(pairs: _Pairs, group: int, size: int) -> tuple[Array, Array]:
         )
     )
     token, pair = source // group % width, source // per_row
-    return source, jnp.where(source >= 0, pairs.seen[pair, token], 0)
+    limits, unseen = (
+        None if x is None else jnp.where(source >= 0, x[pair, token], 0)
+        for x in (pairs.seen, pairs.unseen)
+    )
+    assert limits is not None
+    return source, limits, unseen
 
 
 def _segments(
@@ -290,13 +325,22 @@ def _segments(
     real = (begin < per_row) & pairs.sees[:, None]
     min_seen, seen = _visible(plan, pairs, begin, end, group)
     start = plan.offsets[pairs.block][:, None]
-    lead = start % alignment
-    tiles = jnp.where(seen > 0, -(-(lead + seen) // tile), 0)
-    # A first tile with a lead is not full, and read last.
-    full = (lead + jnp.minimum(min_seen, seen)) // tile - (lead > 0).astype(jnp.int32)
+    if pairs.unseen is None:
+        lead = start % alignment
+        start = start - lead
+        tiles = jnp.where(seen > 0, -(-(lead + seen) // tile), 0)
+        turn = (lead > 0).astype(jnp.int32)
+    else:
+        min_unseen, max_unseen = _out_of_sight(pairs, begin, end, group)
+        lead = (start + min_unseen) % alignment - min_unseen
+        start = start - lead
+        tiles = jnp.where(seen > min_unseen, -(-(lead + seen) // tile), 0)
+        turn = jnp.minimum(-(-(lead + max_unseen) // tile), tiles)
+    # The first tiles that are not full are read last.
+    full = (lead + jnp.minimum(min_seen, seen)) // tile - turn
 
     first_query = pairs.first_query[:, None] + number * span
-    fields = (first_query, end - begin, start - lead, lead, tiles, jnp.maximum(full, 0))
+    fields = (first_query, end - begin, start, lead, tiles, jnp.maximum(full, 0), turn)
     fields = [jnp.broadcast_to(x, real.shape).reshape(-1) for x in fields]
     size = real.size
     to = jnp.where(real, pairs.segment[:, None] + number, size).reshape(-1)
@@ -306,7 +350,7 @@ def _segments(
         .set(jnp.stack(fields, axis=1), mode="drop", unique_indices=True)
     )
     tiles_before = _sum_before(placed[:, 4])[:, None]
-    table = jnp.concatenate([placed, tiles_before, jnp.zeros((size, 1), jnp.int32)], axis=1)
+    table = jnp.concatenate([placed[:, :6], tiles_before, placed[:, 6:]], axis=1)
     return Segments(table), jnp.sum(real, dtype=jnp.int32)
 
 
@@ -328,6 +372,28 @@ def _visible(
     min_seen = jnp.where(alone, first_sees, pairs.min_seen[:, None])
     last_sees = jnp.where(first >= count, 0, last_sees)
     return min_seen, jnp.where(alone, last_sees, plan.local_lengths[pairs.block][:, None])
+
+
+def _out_of_sight(pairs: _Pairs, begin: Array, end: Array, group: int) -> tuple[Array, Array]:
+    """The fewest and the most first tokens of the block that queries `begin` to `end` of a pair do
+    not see, because they are outside their sliding windows.
+
+    Of a segment of several rows those of all rows that see any of the block: that is at most a
+    window's length too few.
+    """
+    assert pairs.unseen is not None
+    assert pairs.min_unseen is not None and pairs.max_unseen is not None
+    width = pairs.unseen.shape[1]
+    last = jnp.minimum((end - 1) // group, pairs.count[:, None] - 1)
+    fewest, most = (
+        jnp.take_along_axis(pairs.unseen, jnp.clip(token, 0, width - 1), axis=1)
+        for token in (begin // group, last)
+    )
+    alone = end <= width * group
+    return (
+        jnp.where(alone, fewest, pairs.min_unseen[:, None]),
+        jnp.where(alone, jnp.maximum(fewest, most), pairs.max_unseen[:, None]),
+    )
 
 
 def _items(segments: Segments, count: Array, total: Array, kv_heads: int, num_items: int) -> Array:

@@ -160,7 +160,8 @@ def kernel_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterato
     for backend in options.backends:
         if backend == "xla":
             continue
-        for case in programs.whole_grid() if options.whole else programs.QUICK:
+        grid = programs.whole_grid() if options.whole else programs.QUICK
+        for case in (*grid, *programs.SCORED):
             yield (
                 {"backend": backend, "case": case._asdict(), "name": str(case)},
                 lambda backend=backend, case=case: kernels_of(

@@ -54,8 +54,17 @@ PASSES = (
 or all blocks in orders of their own."""
 
 
+class Scoring(NamedTuple):
+    """Sliding window, softcap, and whether there are sinks."""
+
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+
+
 class Case(NamedTuple):
-    """One call of block attention: D, G, the dtype of queries and cache, and one of PASSES."""
+    """One call of block attention: D, G, the dtype of queries and cache, one of PASSES, and what is
+    done with scores."""
 
     head_dim: int
     group: int
@@ -63,9 +72,11 @@ class Case(NamedTuple):
     width: int
     rows: int
     blocks: str
+    scoring: Scoring = Scoring()
 
     def __str__(self) -> str:
-        return f"D {self.head_dim}, G {self.group}, {self.dtype}, T {self.width}, {self.rows} rows, {self.blocks}"
+        more = "".join(f", {name} {x}" for name, x in self.scoring._asdict().items() if x)
+        return f"D {self.head_dim}, G {self.group}, {self.dtype}, T {self.width}, {self.rows} rows, {self.blocks}{more}"
 
 
 QUICK = tuple(
@@ -83,6 +94,15 @@ QUICK = tuple(
     )
 )
 """Every head dim, every G, both dtypes and every pass, but not each with each."""
+SCORED = (
+    Case(64, 8, "bfloat16", *PASSES[0], Scoring(128, sinks=True)),
+    Case(64, 8, "bfloat16", *PASSES[4], Scoring(128, sinks=True)),
+    Case(256, 2, "bfloat16", *PASSES[0], Scoring(4096, 50.0)),
+    Case(128, 2, "float16", *PASSES[4], Scoring(4096, 50.0, True)),
+    Case(128, 4, "bfloat16", *PASSES[3], Scoring(softcap=30.0)),
+    Case(128, 128, "bfloat16", *PASSES[0]),
+)
+"""Windows, softcaps and sinks, as gpt-oss and Gemma 2 have them, and many query heads."""
 QUICK_SPREAD = tuple(
     case for case in QUICK if case.group == 4 and (case.width, case.rows, case.blocks) == PASSES[0]
 )
@@ -122,7 +142,7 @@ def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
     cache = jax.eval_shape(lambda: KVCache.create(config, capacities, case.dtype))
     count = jax.ShapeDtypeStruct((case.rows,), jnp.int32)
     plan = jax.eval_shape(
-        lambda *planned: make_plan(*planned, case.width),
+        lambda *planned: make_plan(*planned, case.width, window=case.scoring.window),
         cache,
         shapes(Layout.from_blocks(listed)),
         count,
@@ -132,7 +152,11 @@ def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
     )
 
     def attend(q: jax.Array, keys: jax.Array, values: jax.Array, plan: Plan) -> jax.Array:
-        return block_attention(q, keys, values, plan, implementation=backend)
+        sinks = jnp.zeros(q.shape[2]) if case.scoring.sinks else None
+        softcap = case.scoring.softcap
+        return block_attention(
+            q, keys, values, plan, implementation=backend, softcap=softcap, sinks=sinks
+        )
 
     return attend, (q, cache.keys[0], cache.values[0], plan)
 

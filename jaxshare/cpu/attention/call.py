@@ -31,12 +31,22 @@ def cpu_attention(
     values: Float[Array, "K tokens _"],
     plan: Plan,
     scale: float,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "R T H D"]:
     """Attention of queries that are not rotated; see `jaxshare.attention.block_attention`.
 
     Raises:
-      NotImplementedError: a dtype that there is no kernel for, or values that are a part of keys.
+      NotImplementedError: a dtype that there is no kernel for, values that are a part of keys,
+        windows, softcaps and sinks.
     """
+    for given, what in (
+        (plan.window, "window"),
+        (softcap, "softcap"),
+        (sinks is not None, "sink"),
+    ):
+        if given:
+            raise NotImplementedError(f"it has no {what}s")
     if not values.shape[2]:
         raise NotImplementedError("values are a part of keys")
     query, cache = served_dtypes(q.dtype, keys.dtype)

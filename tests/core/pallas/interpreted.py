@@ -38,7 +38,7 @@ def compare(
     if piece:
         arguments, expected = in_pieces(arguments, expected, piece)
     with assume_device(device):
-        out, faults = attended(*arguments, implementation=implementation)
+        out, faults = attended(*arguments, implementation=implementation, scoring=shape.scoring)
     assert int(faults) == 0
     check(out, expected, shape)
 
@@ -69,10 +69,17 @@ def compare_spread(
     )
 
     def attend(cache, layout, count, q, k, v):
-        plan = make_plan(cache, layout, count, q.shape[1])
+        scoring = shape.scoring
+        plan = make_plan(cache, layout, count, q.shape[1], window=scoring.window)
         cache = cache.append(0, k, v, plan)
         return block_attention(
-            q, cache.keys[0], cache.values[0], plan, implementation=implementation
+            q,
+            cache.keys[0],
+            cache.values[0],
+            plan,
+            implementation=implementation,
+            softcap=scoring.softcap,
+            sinks=jnp.asarray(scoring.sinks) if scoring.sinks else None,
         ), plan.faults
 
     over = jax.shard_map(

@@ -86,6 +86,12 @@ def test_it_lowers_for_cuda(backend, case):
     check(backend, case)
 
 
+@pytest.mark.parametrize("case", mostly_slow(programs.SCORED), ids=str)
+@pytest.mark.parametrize("backend", TARGETS)
+def test_windows_softcaps_and_sinks_lower_for_cuda(backend, case):
+    check(backend, case)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("backend", TARGETS)

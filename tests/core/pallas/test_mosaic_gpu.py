@@ -22,6 +22,7 @@ from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, TOLERANCE, case, compare
+from tests.helpers import Scoring
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 """Two work items, so that most cuts fall inside blocks."""
@@ -107,6 +108,56 @@ def test_rows_in_pieces():
         case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]),
         piece=16,
     )
+
+
+def test_sinks():
+    """One is that of no key."""
+    shape = dataclasses.replace(DECODE, scoring=Scoring(sinks=(1.0, -2.0, 4.0, -np.inf)))
+    check(shape, case([[0, 2], [], [1, 3]], [1, 0, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
+
+
+def test_softcaps():
+    """The scores reach half of the cap; sinks are not capped."""
+    shape = dataclasses.replace(DECODE, scoring=Scoring(softcap=8.0, sinks=(9.0, 0.0, 1.0, -1.0)))
+    check(shape, case([[0, 2], [1, 0], [3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
+
+
+@pytest.mark.slow
+def test_softcaps_of_wide_heads():
+    shape = dataclasses.replace(DECODE, dim=256, rotary=256, scoring=Scoring(100, 3.0))
+    check(shape, case([[0, 2], [1, 0], [3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
+
+
+WINDOW = dataclasses.replace(DECODE, scoring=Scoring(window=70))
+
+
+def test_windows():
+    """A window over two blocks, one inside a block that another row sees more of, and one over all
+    that a row sees."""
+    check(
+        WINDOW,
+        case(
+            [[0, 1], [1, 0, 2], [0, 3]],
+            [1, 1, 1],
+            [200, 50, 3, 0],
+            gaps=[1, 2, 0, 3],
+            phases=[0, 5, 0, 0],
+        ),
+    )
+    # The same program: a block that is out of sight, and a row that brings nothing.
+    check(WINDOW, case([[0, 3, 1], [], []], [1, 0, 0], [129, 80, 0, 64], seed=1))
+
+
+@pytest.mark.slow
+def test_windows_of_more_queries_than_a_warpgroup_takes():
+    shape = dataclasses.replace(WIDE, scoring=Scoring(window=100))
+    check(shape, case([[0, n] for n in range(1, 6)], [1] * 5, [300, 5, 0, 64, 1, 17], gaps=[1] * 6))
+
+
+@pytest.mark.slow
+def test_windows_of_pending_tokens():
+    shape = dataclasses.replace(PENDING, scoring=Scoring(window=20))
+    check(shape, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
 
 
 def test_log_sum_exps_for_other_devices(monkeypatch):
@@ -198,6 +249,13 @@ def test_many_layouts(case):
 
 
 @pytest.mark.slow
+@settings(max_examples=40)
+@given(cases(WINDOW))
+def test_many_layouts_with_windows(case):
+    check(WINDOW, case)
+
+
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(cases(WIDE, lengths=SOME_LENGTHS))
 def test_many_layouts_of_many_queries(case):
@@ -212,7 +270,7 @@ def test_many_layouts_with_pending_tokens(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("group", [*range(1, 17), 24, 71, 128])
 def test_every_number_of_query_heads(group):
     for dtype in (jnp.bfloat16, jnp.float16):
         shape = dataclasses.replace(
@@ -272,7 +330,7 @@ def call():
         ),
         (dict(dtype=jnp.float32), "the cache must be bfloat16 or float16, not float32"),
         (dict(dim=72), "the head dim is 72, but it must be one of 64, 80, 96, 128, 192, 256"),
-        (dict(heads=17), "17 query heads share a kv head, but it takes at most 16"),
+        (dict(heads=129), "129 query heads share a kv head, but it takes at most 128"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(call, wrong, why):

@@ -5,6 +5,7 @@ compile.
 """
 
 import dataclasses
+import math
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import HEAD_DIMS, TritonTiles, use_tiles
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, case, compare, compare_spread
-from tests.helpers import mostly_slow
+from tests.helpers import Scoring, mostly_slow
 
 # JAX warns wherever the backend lowers. That it will be removed is known, and the reason why
 # nothing else imports its files.
@@ -81,6 +82,9 @@ PROMPT = Shape(
     dtype=jnp.bfloat16,
 )
 
+SINKS = (1.0, -2.0, 4.0, -math.inf, 0.0, 2.0)
+"""One is that of no key."""
+
 
 def check(shape: Shape, case: Case, device: Device = INTERPRETED) -> None:
     compare("triton", device, shape, case)
@@ -101,6 +105,26 @@ def test_any_layout_with_pending_tokens(case):
 def test_rows_in_pieces():
     rows = [[0, 3, 1], [0, 1, 3], [2, 4]]
     compare("triton", INTERPRETED, WIDE, case(rows, [5, 1, 3], [70, 9, 0, 64, 1, 0]), piece=2)
+
+
+def test_sinks():
+    shape = dataclasses.replace(DECODE, scoring=Scoring(sinks=SINKS))
+    check(shape, case([[0, 3, 1], [], [2]], [1, 0, 1], [0, 129, 0, 64, 1, 0], gaps=[1] * 6))
+
+
+@pytest.mark.parametrize("softcap", [1.5, 50.0])
+def test_softcaps(softcap):
+    """Scores far above the cap, and far below."""
+    shape = dataclasses.replace(WIDE, scoring=Scoring(softcap=softcap))
+    check(shape, case([[0, 3, 1], [2, 0]], [5, 2], [70, 129, 0, 64, 1, 0], gaps=[1] * 6))
+
+
+@pytest.mark.parametrize("window", mostly_slow([3, 100]))
+@settings(max_examples=8)
+@given(case=cases(WIDE, lengths=SOME_LENGTHS))
+def test_windows(window, case):
+    """One is narrower than a row's tokens."""
+    check(dataclasses.replace(WIDE, scoring=Scoring(window)), case)
 
 
 def test_empty_blocks_and_rows_that_bring_nothing():
@@ -126,12 +150,13 @@ def test_many_rows_over_a_shared_block():
 
 @pytest.mark.parametrize("devices", mostly_slow([4, 2]))
 def test_tokens_that_are_spread_over_devices(devices):
-    """Blocks are merged over the devices by the log-sum-exps that the kernels give.
+    """Blocks are merged over the devices by the log-sum-exps that the kernels give: windows are of
+    all devices' tokens, and sinks count once.
 
-    They start inside a stripe, and some devices have nothing of them; one row sees nothing but its
+    Blocks start inside a stripe, and some devices have nothing of them; one row sees nothing but its
     own token, and one is empty.
     """
-    shape = dataclasses.replace(DECODE, arena=2560)
+    shape = dataclasses.replace(DECODE, arena=2560, scoring=Scoring(200, 3.0, SINKS))
     compare_spread(
         "triton",
         INTERPRETED,
@@ -171,7 +196,7 @@ def test_every_head_dim(dim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("group", [*range(1, 17), 24, 71, 128])
 def test_every_number_of_query_heads(group):
     shape = dataclasses.replace(
         DECODE, rows=2, heads=2 * group, listed=2, blocks=3, dtype=jnp.float16

@@ -31,6 +31,7 @@ class Shape:
     tile: int
     items: int
     alignment: int = 1
+    window: int = 0
 
     num_layers = 1
     head_dim = value_dim = 8
@@ -54,8 +55,15 @@ SHAPES = {
     "pending": Shape(4, 7, 3, 6, 5, 2, span=16, tile=8, items=13, alignment=8),
     "prompt": Shape(3, 40, 2, 5, 4, 1, span=64, tile=64, items=5),
     "many rows": Shape(40, 1, 3, 45, 8, 2, span=128, tile=64, items=13, alignment=8),
+    "window": Shape(5, 1, 3, 9, 4, 2, span=16, tile=16, items=7, alignment=8, window=70),
+    "narrow window": Shape(4, 7, 3, 6, 5, 2, span=16, tile=8, items=13, window=3),
+    "window of a prompt": Shape(
+        3, 40, 2, 5, 4, 1, span=64, tile=16, items=5, alignment=8, window=30
+    ),
     "one row": Shape(1, 1, 2, 2, 1, 1, span=128, tile=64, items=3),
 }
+
+FIRST = {"pending", "narrow window", "window"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +97,7 @@ def cases(draw, shape: Shape):
     )
 
 
-jitted_plan = jax.jit(make_plan, static_argnames="width")
+jitted_plan = jax.jit(make_plan, static_argnames=("width", "window"))
 
 
 def planned(shape: Shape, case: Case, start: int = 3):
@@ -110,7 +118,11 @@ def planned(shape: Shape, case: Case, start: int = 3):
     )
     count = jnp.asarray(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
     plan = jitted_plan(
-        cache, pad_rows(case.rows, shape.rows, shape.listed), count, width=shape.width
+        cache,
+        pad_rows(case.rows, shape.rows, shape.listed),
+        count,
+        width=shape.width,
+        window=shape.window,
     )
     work = make_work(
         plan,
@@ -129,25 +141,26 @@ def segment(work, number: int):
     head, at = divmod(number, int(work.count))
     return head, {
         name: int(getattr(work.segments, name)[at])
-        for name in ("query", "queries", "start", "lead", "tiles", "tiles_before", "full")
+        for name in ("query", "queries", "start", "lead", "tiles", "tiles_before", "full", "turn")
     }
 
 
-def tokens(shape: Shape, fields: dict[str, int], i: int, limit: int) -> range:
-    """Arena tokens of the i-th tile that a segment reads.
+def tokens(
+    shape: Shape, fields: dict[str, int], i: int, limit: int, unseen: int
+) -> tuple[int, int]:
+    """The arena tokens, from the first to an exclusive end, of the i-th tile that a segment reads.
 
-    They are for a query that sees `limit` tokens of the block.
+    They are for a query that sees the first `limit` tokens of the block, less the first `unseen`.
     """
-    nth = (i + (fields["lead"] > 0)) % fields["tiles"]
-    low = max(nth * shape.tile, fields["lead"])
-    return range(
-        fields["start"] + low,
-        fields["start"] + max(low, min((nth + 1) * shape.tile, fields["lead"] + limit)),
-    )
+    nth = (i + fields["turn"]) % fields["tiles"]
+    start, lead = fields["start"], fields["lead"]
+    low = max(nth * shape.tile, lead + unseen)
+    return start + low, start + max(low, min((nth + 1) * shape.tile, lead + limit))
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(["pending", "decode", "many rows", "many items", "prompt", "one row"])
+    "name",
+    mostly_slow(["pending", "narrow window", "window", *sorted({*SHAPES} - FIRST)], len(FIRST)),
 )
 @settings(max_examples=15)
 @given(st.data())
@@ -160,9 +173,14 @@ def test_every_token_of_every_query_is_read_once(name, data):
         for n, block in enumerate(row):
             for t in range(count):
                 sees = grown[block] if n < len(row) - 1 else case.lengths[block] + t + 1
-                for g in range(shape.group if sees else 0):
+                before = sum(grown[b] for b in row[:n])
+                position = sum(grown[b] for b in row[:-1]) + case.lengths[row[-1]] + t
+                first = max(0, position + 1 - shape.window - before) if shape.window else 0
+                for g in range(shape.group if sees > first else 0):
                     for k in range(shape.kv_heads):
-                        expected[k, r, n, t, g] = list(range(offsets[block], offsets[block] + sees))
+                        expected[k, r, n, t, g] = list(
+                            range(offsets[block] + first, offsets[block] + sees)
+                        )
     found, counts = {}, case.count + [0] * shape.rows
     for first_tile, end_tile, first, end in work.items:
         for number in range(first, end):
@@ -174,7 +192,8 @@ def test_every_token_of_every_query_is_read_once(name, data):
                         work.source[query], (shape.rows, shape.listed, shape.width, shape.group)
                     )
                     if t < counts[r]:
-                        read = tokens(shape, fields, i, int(work.limits[query]))
+                        unseen = 0 if work.unseen is None else int(work.unseen[query])
+                        read = range(*tokens(shape, fields, i, int(work.limits[query]), unseen))
                         assert i >= fields["full"] or len(read) == shape.tile
                         found.setdefault((k, int(r), int(n), int(t), int(g)), []).extend(read)
     assert {key: sorted(read) for key, read in found.items() if read} == expected
@@ -249,6 +268,16 @@ def test_a_block_that_all_rows_see_is_read_once_for_all_of_them():
     )
     # 32 rows x 4 heads fill one segment: 64 tiles, and one for each row's own token.
     assert int(work.count) == 33 and int(work.total) == 64 + 32
+
+
+def test_tiles_outside_all_windows_are_skipped():
+    shape = Shape(32, 1, 2, 33, 4, 1, span=128, tile=64, items=132, alignment=8, window=129)
+    work, _, _ = planned(
+        shape, Case([[0, r + 1] for r in range(32)], [1] * 32, [4096] + [0] * 32), start=0
+    )
+    # The last 128 tokens of the shared block, and one of each row's own.
+    assert int(work.total) == 2 + 32 and int(work.segments.full[0]) == 2
+    assert int(work.segments.start[0]) == 4096 - 128
 
 
 def test_a_long_block_is_shared_by_all_items():
