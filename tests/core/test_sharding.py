@@ -214,7 +214,8 @@ EACH = [
 
 
 @pytest.mark.parametrize(
-    ("heads", "shape", "layers"), [pytest.param("MQA", (1, 2, 2), 1, id="one layer"), *EACH]
+    ("heads", "shape", "layers"),
+    [pytest.param("MQA", (1, 2, 2), 1, id="one layer", marks=pytest.mark.slow), *EACH],
 )
 def test_passes_on_a_mesh_are_those_of_one_device(heads, shape, layers):
     expected = alone(heads, layers)

@@ -9,6 +9,7 @@ from scripts.drill import agent_kills
 from scripts.drill.agent_kills import Kept
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_five_times_calls_nothing_again(tmp_path):
     assert agent_kills.throw_kills(random.Random(11), tmp_path, kills=5) == 5
 

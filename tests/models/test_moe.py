@@ -18,7 +18,7 @@ from jaxshare.models.moe import MoE, route
 from jaxshare.models.ragged import ragged_product
 from jaxshare.models.tensor_parallel import logical_axes
 from jaxshare.pallas.device import H200, assume_device
-from tests.helpers import TINY
+from tests.helpers import TINY, mostly_slow
 
 WIDTH = 24
 PLAIN = MoE(num_experts=8, top_k=2, expert_size=12, normalise=True)
@@ -249,7 +249,9 @@ def test_ragged_products_of_other_devices(sizes, monkeypatch):
 
 @pytest.mark.parametrize(
     ("form", "devices", "experts"),
-    [("qwen2", 4, 8), ("gpt_oss", 2, 8), ("qwen2", 4, 3), ("gpt_oss", 4, 3)],
+    mostly_slow(
+        [("gpt_oss", 4, 3), ("qwen2", 4, 8), ("gpt_oss", 2, 8), ("qwen2", 4, 3)], several=True
+    ),
 )
 def test_experts_over_the_devices_of_a_mesh(form, devices, experts):
     """Whole experts where they divide over the devices, else a part of each."""

@@ -88,7 +88,6 @@ def test_workers_that_read_each_other(case):
             ("qwen3_moe_gqa_sharded", 4),
             ("mixtral_mha_wide_heads", 2),
         ],
-        2,
         several=True,
     ),
 )

@@ -25,6 +25,7 @@ def test_runs_leave_nothing_behind(kind):
     assert left["bytes_a_run"] < 20_000  # 20 agents' states take more than 100,000
 
 
+@pytest.mark.slow
 def test_a_leak_would_be_seen(monkeypatch):
     kept, once = [], bench.Runtime.run
 

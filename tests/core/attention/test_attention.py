@@ -305,7 +305,7 @@ def test_iterations_that_change_only_the_rows_they_read_for(shape, monkeypatch):
     def traced_anew(*arguments, **more):
         return whole(*arguments, **more)
 
-    anew = jax.jit(traced_anew, static_argnames=("implementation", "scale"))
+    anew = jax.jit(traced_anew, static_argnames=("implementation", "scale", "scoring"))
     monkeypatch.setitem(globals(), "attended", anew)
 
     @settings(max_examples=25)

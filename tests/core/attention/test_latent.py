@@ -12,7 +12,7 @@ import pytest
 
 from jaxshare import KVCache, Layout, Rope, arena, block_attention, cpu, make_plan
 from jaxshare.attention.api import BACKENDS
-from tests.helpers import pad_rows, rotated, softmax_attention
+from tests.helpers import mostly_slow, pad_rows, rotated, softmax_attention
 
 ROTARY, LATENT, HEADS, SCALE = 8, 12, 5, 0.4
 ROPE = Rope.yarn(ROTARY, 10_000.0, 4.0, 64)
@@ -97,7 +97,7 @@ class Latents:
         del self.blocks[block][at:]
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", mostly_slow(["xla", "reference"]))
 def test_a_session_of_rows_that_list_blocks_at_other_places(implementation):
     latents = Latents()
     check = functools.partial(latents.check, implementation=implementation)
@@ -152,6 +152,7 @@ def test_blocks_up_to_their_last_token():
         latents.check([[0]], [1], width=3, implementation="xla")
 
 
+@pytest.mark.slow
 def test_bfloat16():
     latents = Latents(jnp.bfloat16)
     latents.check([[0], [1], [2]], [64, 30, 17], width=64)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from jaxshare import KVCache, Layout, block_attention, make_plan
 from jaxshare.attention.block_share import block_attention_share
 from tests.core.attention.test_attention import GQA, PROMPT, WIDE, cases, check
-from tests.helpers import TINY, Scoring, rotated
+from tests.helpers import TINY, Scoring, mostly_slow, rotated
 
 SINKS = (0.5, -1.0, 3.0, 0.0)
 ALL_THREE = Scoring(70, 1.5, SINKS)
@@ -30,7 +30,7 @@ def test_windows_over_blocks_that_groups_of_rows_see(case):
     check(shape, case, implementations=("xla",))
 
 
-@pytest.mark.parametrize("window", [1, 3, 128])
+@pytest.mark.parametrize("window", mostly_slow([3, 1, 128]))
 @settings(max_examples=15)
 @given(case=cases(WIDE))
 def test_ragged_tokens(window, case):
@@ -38,6 +38,7 @@ def test_ragged_tokens(window, case):
     check(dataclasses.replace(WIDE, scoring=Scoring(window)), case, implementations=("xla",))
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(case=cases(PROMPT))
 def test_prompts_beside_single_tokens(case):

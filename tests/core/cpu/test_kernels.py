@@ -219,7 +219,7 @@ def test_kernels_for_lesser_machines_call_nothing_that_is_not_there(monkeypatch,
     compiled._target_machine.cache_clear()
     kernels = {
         "few": functools.partial(write_few_rows, 2, dtype, dtype),
-        "append": functools.partial(write_append, 40, 10, "float32", dtype),
+        "append": functools.partial(write_append, 40, 10, True, "float32", dtype),
         "norm": functools.partial(write_norm, 100, 1e-6, dtype, "float32"),
         "attention": functools.partial(write_attention, Shape(80, 20, dtype, dtype, 0.1), True),
         "truncation": write_truncation,

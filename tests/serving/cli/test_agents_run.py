@@ -166,8 +166,8 @@ def test_options_reach_the_engine_and_the_runtime(capsys, tmp_path, program, mon
     create = engine.create_scheduler
 
     def recorded(model, metrics, *settings):
-        *rest, logits, hotspot = settings
-        schedulers.append((*rest, logits and logits.max_bytes, repr(hotspot)))
+        *rest, (logits, hotspot, always) = settings
+        schedulers.append((*rest, logits and logits.max_bytes, repr(hotspot), always))
         return create(model, metrics, *settings)
 
     async def answer(self, call):

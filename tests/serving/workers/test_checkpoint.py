@@ -208,6 +208,7 @@ def test_keys_and_values_can_be_left_out_at_any_pass(tmp_path, passes, options):
     restored_small(tmp_path, passes, ask_every=20, **options)
 
 
+@pytest.mark.slow
 def test_a_session_that_was_recorded_goes_on_recording_wherever_its_keys_come_from(tmp_path):
     """One save whole, the next one small, made by the session that was restored from the first."""
     unbroken, session = start(record=True), start(record=True)
