@@ -215,7 +215,7 @@ EACH = [
 
 @pytest.mark.parametrize(
     ("heads", "shape", "layers"),
-    [pytest.param("MQA", (1, 2, 2), 1, id="one layer", marks=pytest.mark.slow), *EACH],
+    [pytest.param("MQA", (1, 2, 2), 1, id="one layer"), *EACH],
 )
 def test_passes_on_a_mesh_are_those_of_one_device(heads, shape, layers):
     expected = alone(heads, layers)
@@ -227,6 +227,7 @@ def test_passes_on_a_mesh_are_those_of_one_device(heads, shape, layers):
 
 
 @pytest.mark.parametrize("shape", mostly_slow([(1, 2, 2), (1, 1, 4), (1, 4, 1)]))
+@pytest.mark.slow
 def test_layers_of_several_forms_on_a_mesh(shape):
     """A window and no rotation in one layer, all tokens and a rotation in the other; sinks count
     once, whichever device keeps which tokens."""

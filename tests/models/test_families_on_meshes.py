@@ -38,7 +38,7 @@ def logits(model: LoadedModel) -> np.ndarray:
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, 2))
+@pytest.mark.parametrize("case", mostly_slow(CASES))
 def test_a_mesh_gives_the_logits_of_one_device(case):
     expected = logits(load(case))
     read = load(case, mesh=make_mesh(tensor=2, kv=2))

@@ -237,6 +237,7 @@ ACTS: Acts = {
 }
 
 
+@pytest.mark.slow
 def test_a_session_in_which_workers_come_and_go_and_a_person_speaks():
     session = start(ask_every=25, record=True)
     trace = follow(session, LOOKS, ACTS)

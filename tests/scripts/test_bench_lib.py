@@ -12,6 +12,7 @@ from scripts.bench import decode as bench_decode
 from scripts.bench import lib as benchlib
 from scripts.bench import peer
 from scripts.bench.parts.decode import report
+from scripts.bench.parts.decode.report import GOALS
 from tests.paths import ROOT
 
 OURS, THEIRS, SHARED = report.OURS, report.THEIRS, report.SHARED
@@ -58,14 +59,14 @@ def results(ratios: dict[int, float]) -> list[dict]:
 def test_goals_are_those_of_the_batches_measured_without_sharing():
     found = [
         goal.as_json()
-        for goal in bench_decode.goals(results({1: 1.49, 8: 2.0, 16: 9.0, 64: 3.1}), 512)
+        for goal in bench_decode.goals(results({1: 1.49, 8: 2.0, 16: 9.0, 64: 3.1}), GOALS)
     ]
     assert [(goal["measured"], goal["goal"], goal["met"]) for goal in found] == [
         (1.49, 1.5, False),
         (2.0, 2.0, True),
         (3.1, 3.0, True),
     ]
-    assert bench_decode.goals(results({1: 9.0}), 128) == []
+    assert bench_decode.goals(results({1: 9.0}), {}) == []
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def call():
         ),
         (dict(dtype=jnp.float32), "its caches are bfloat16 or float16; this one is float32"),
         (dict(dim=72), "its head dims are 64, 80, 96, 128, 192, 256; this one is 72"),
-        (dict(heads=17), "it takes up to 16 query heads for each kv head; here are 17"),
+        (dict(heads=129), "it takes up to 128 query heads for each kv head; here are 129"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(call, wrong, why):

@@ -161,6 +161,7 @@ def test_forced_tokens_take_fewer_passes():
         assert few <= many / 3
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_beside_others_after_preemption_and_with_little_room(engine):
     samplers = [sampler(TABLE), sampler(WORDS), sampler(HOST), Sampler(1.0), sampler(HOST, 0.7)]
     prompts = [PROMPT, "Bob", "Alice has 3 apples.", PROMPT]

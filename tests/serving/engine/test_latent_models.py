@@ -117,6 +117,7 @@ def test_calls_and_sessions_in_the_same_passes(monkeypatch):
     assert played.calls and played.visits
 
 
+@pytest.mark.slow
 def test_a_session_of_workers_is_saved_and_restored(monkeypatch, tmp_path):
     monkeypatch.setattr(test_session, "model", two_layers)
     whole = test_session.run(test_session.start(budget=40))

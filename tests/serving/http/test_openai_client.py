@@ -183,6 +183,7 @@ def test_logprobs_of_chats_are_those_of_the_engine(client, engine):
         assert b"".join(bytes(one.bytes) for one in found).decode(errors="replace") == library.text
 
 
+@pytest.mark.slow
 def test_settings_change_texts_as_the_library_has_them(client, engine):
     """Each of OpenAI's and vLLM's settings, beside a Sampler with the same."""
     words = engine.model.tokenizer

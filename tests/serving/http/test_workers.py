@@ -175,6 +175,7 @@ def test_no_value_of_a_field_makes_the_server_fail(live, field):
             end(live, answer.json()["id"])
 
 
+@pytest.mark.slow
 def test_a_session_that_no_client_looks_at_waits_for_one(engine):
     with served(engine, session_idle_seconds=0.05) as made:
         session = begin(made, budget=1500, stop_on="never")

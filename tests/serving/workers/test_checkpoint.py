@@ -121,6 +121,7 @@ def test_workers_that_came_and_went_and_people_that_spoke_are_restored(tmp_path,
     assert end(restored) == end(first())
 
 
+@pytest.mark.slow
 def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole):
     rich = Sampler(
         stop_token_ids=(7, 8, 9),

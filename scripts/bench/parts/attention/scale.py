@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.bench import decode as bench_decode
 from scripts.bench.parts.attention.cases import Heads
+from scripts.bench.parts.decode import sides as decode_sides
 
-MODEL = bench_decode.MODEL | {
+MODEL = decode_sides.MODEL | {
     "hidden_size": 4096,
     "intermediate_size": 11008,
     "num_hidden_layers": 32,

@@ -5,12 +5,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.bench import decode as bench_decode
 from scripts.bench.lib import ROOT, Parser
+from scripts.bench.parts.decode import sides as decode_sides
 from scripts.bench.parts.sharing import plots
 from scripts.bench.peer import TORCH_PYTHON, other_python
 
-MODEL = bench_decode.MODEL | {
+MODEL = decode_sides.MODEL | {
     "num_attention_heads": 8,
     "num_hidden_layers": 10,
     "max_position_embeddings": 32768,

@@ -15,11 +15,11 @@ from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.plan import Plan, make_plan
 from jaxshare.models import LoadedModel
-from scripts.bench import decode as bench_decode
 from scripts.bench.lib import cores
+from scripts.bench.parts.decode import sides as decode_sides
 from scripts.bench.peer import Worker
 
-MODEL = bench_decode.MODEL | {"max_position_embeddings": 32768}
+MODEL = decode_sides.MODEL | {"max_position_embeddings": 32768}
 
 
 CURRENT, STEP_ROOM = 64, 512
