@@ -7,6 +7,7 @@ from jaxtyping import Float
 
 from jaxshare.models.config import LayerForm, ModelConfig
 from jaxshare.rope import rotate
+from jaxshare.softcap import soft_capped
 
 
 def causal_attention(
@@ -38,7 +39,7 @@ def causal_attention(
     grouped = q.reshape(rows, tokens, k.shape[2], -1, dim)
     scores = jnp.einsum("rtkgd,rskd->rkgts", grouped, k, preferred_element_type=jnp.float32)
     scores = scores * config.scale
-    scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+    scores = soft_capped(scores, softcap)
     distance = jnp.arange(tokens)[:, None] - jnp.arange(tokens)
     sees = (distance >= 0) & (distance < (form.window or tokens))
     scores = jnp.where(sees, scores, -jnp.inf)

@@ -184,6 +184,32 @@ def read_head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
     return derived
 
 
+def read_attention(
+    fields: Fields,
+    hidden_size: int,
+    num_heads: int,
+    *,
+    kv_heads: Any = REQUIRED,
+    bias: bool = False,
+) -> dict[str, Any]:
+    """Reads the heads of a family, and says what is in most: one answer for biases of attention, no
+    biases of the MLP and no norms of queries and keys.
+
+    Args:
+      fields, hidden_size, num_heads: of the model.
+      kv_heads: their number in files that do not give it; by default it is required.
+      bias: queries, keys, values and the output have biases.
+    """
+    return dict(
+        num_kv_heads=fields.positive("num_key_value_heads", int, kv_heads),
+        head_dim=read_head_dim(fields, hidden_size, num_heads),
+        qkv_bias=bias,
+        out_bias=bias,
+        mlp_bias=False,
+        qk_norm=False,
+    )
+
+
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """Reads a JSON file that holds one object.
 

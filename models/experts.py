@@ -54,7 +54,7 @@ class MixtureOfExperts(nn.Module):
         if moe.choice_bias:
             bias = self.param("choice_bias", nn.initializers.zeros, (moe.num_experts,))
         expert, weight = route(router(rows), None if bias is None else bias.astype("float32"), moe)
-        held = moe.held or moe.num_experts
+        held = moe.num_held
         if moe.held and self.axis:
             expert = expert - jax.lax.axis_index(self.axis) * held
         used = (expert >= 0) & (expert < held)
@@ -69,7 +69,7 @@ class MixtureOfExperts(nn.Module):
         self, x: Float[Array, "N M"], expert: Int32[Array, "N K"], weight: Float32[Array, "N K"]
     ) -> Float32[Array, "N M"]:
         moe, (tokens, width) = self.moe, x.shape
-        held = moe.held or moe.num_experts
+        held = moe.num_held
         stacked = functools.partial(StackedLinear, held, bias=moe.expert_bias)
         gate, up = (stacked(moe.expert_size, name=name)(width) for name in ("gate", "up"))
         down = stacked(width, name="down")(moe.expert_size)

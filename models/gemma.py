@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.layer_types import FULL, SLIDING, read_kinds, read_ropes, windows_of
 
 _GELU = ("gelu_pytorch_tanh", "gelu_tanh", "gelu_new")
@@ -12,9 +12,7 @@ _DEFAULT_WINDOW = 4096
 def _gemma2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     alternating = [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
     kinds = read_kinds(fields, num_layers, alternating)
-    return _common(fields, hidden_size, num_heads, kinds, softcaps=(50.0, 30.0)) | dict(
-        qk_norm=False
-    )
+    return _common(fields, hidden_size, num_heads, kinds, softcaps=(50.0, 30.0))
 
 
 def _gemma3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
@@ -46,12 +44,7 @@ def _common(
     bias = fields.take("attention_bias", bool, False)
     window = fields.nullable("sliding_window", int, _DEFAULT_WINDOW)
     attention, logits = softcaps
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=False,
+    return read_attention(fields, hidden_size, num_heads, bias=bias) | dict(
         activation="gelu_tanh",
         norm_placement="both",
         norm_adds_one=True,

@@ -3,19 +3,14 @@
 import functools
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.rope_config import read_rope
 
 
 def _glm(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     fields.positive("head_dim", int)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
+    return read_attention(fields, hidden_size, num_heads) | dict(
         qkv_bias=fields.take("attention_bias", bool, True),
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         rope_interleaved=True,
     )
 

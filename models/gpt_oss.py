@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.layer_types import FULL, SLIDING, read_kinds, windows_of
+from jaxshare.models.moe import MoE
 from jaxshare.models.moe_config import read_moe
 
 _DEFAULT_WINDOW = 128
@@ -14,13 +15,7 @@ def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> 
     kinds = read_kinds(fields, num_layers, alternating)
     window = fields.nullable("sliding_window", int, _DEFAULT_WINDOW)
     bias = fields.take("attention_bias", bool, True)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=False,
-        qk_norm=False,
+    return read_attention(fields, hidden_size, num_heads, bias=bias) | dict(
         attention_sinks=True,
         windows=windows_of(fields, kinds, window),
         moe=_read_experts(fields),
@@ -28,7 +23,7 @@ def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> 
     )
 
 
-def _read_experts(fields: Fields) -> Any:
+def _read_experts(fields: Fields) -> MoE:
     fields.positive("initial_context_length", int, None)  # rope_scaling has it, too
     chosen = fields.positive("num_experts_per_tok", int)
     if fields.take("experts_per_token", int, chosen) != chosen:

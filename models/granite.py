@@ -2,18 +2,13 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 
 
 def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     bias = fields.take("attention_bias", bool, False)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=bias,
-        out_bias=bias,
+    return read_attention(fields, hidden_size, num_heads, kv_heads=num_heads, bias=bias) | dict(
         mlp_bias=fields.take("mlp_bias", bool, False),
-        qk_norm=False,
         score_scale=fields.positive("attention_multiplier", float, 1.0),
         embedding_multiplier=fields.positive("embedding_multiplier", float, 1.0),
         residual_multiplier=fields.positive("residual_multiplier", float, 1.0),

@@ -35,6 +35,7 @@ from jaxshare.models.linear import product as product
 from jaxshare.models.norm import RMSNorm
 from jaxshare.rope import Rope
 from jaxshare.sharding import psum
+from jaxshare.softcap import soft_capped
 from jaxshare.trace.attention import TraceBatch, trace_attention
 
 Params = Mapping[str, Any]
@@ -267,9 +268,9 @@ class Decoder(nn.Module):
         tied = self.config.tie_embeddings
         kernel = self.embed.embedding if tied else self.head.parameters(x.shape[-1])[0]
         (logits,) = products(x, [kernel], jnp.float32, implementation)
-        divisor, softcap = self.config.logit_divisor, self.config.logit_softcap
+        divisor = self.config.logit_divisor
         logits = logits if divisor == 1 else logits / divisor
-        return softcap * jnp.tanh(logits / softcap) if softcap else logits
+        return soft_capped(logits, self.config.logit_softcap)
 
 
 def forward(

@@ -2,20 +2,17 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 
 
 def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     attention_bias = fields.take("attention_bias", bool, False)
     # The number of parts of a matrix product in training; the products are the same.
     fields.take("pretraining_tp", int, 1)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
+    return read_attention(
+        fields, hidden_size, num_heads, kv_heads=num_heads, bias=attention_bias
+    ) | dict(
         mlp_bias=fields.take("mlp_bias", bool, False),
-        qk_norm=False,
     )
 
 

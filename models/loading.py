@@ -166,7 +166,8 @@ class LoadedModel:
         """
         tokens = sorted(self.tokenizer.get_vocab().items()) if self.tokenizer else []
         config = self._config_of_checkpoint
-        told = {name: dataclasses.asdict(config)[name] for name in config.described()}
+        every = dataclasses.asdict(config)
+        told = {name: every[name] for name in config.described()}
         text = json.dumps([told, tokens], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

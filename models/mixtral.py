@@ -2,20 +2,14 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.layer_types import same_everywhere
 from jaxshare.models.moe_config import read_moe
 
 
 def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     window = fields.positive("sliding_window", int, None)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
+    return read_attention(fields, hidden_size, num_heads, kv_heads=num_heads) | dict(
         windows=same_everywhere(fields, num_layers, window),
         moe=read_moe(fields, fields.positive("intermediate_size", int), normalise=True),
         sparse_layers=(True,) * num_layers,

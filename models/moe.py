@@ -61,6 +61,11 @@ class MoE:
     swiglu_alpha: float = 1.0
     held: int = 0
 
+    @property
+    def num_held(self) -> int:
+        """The experts of this device."""
+        return self.held or self.num_experts
+
     def on_each_of(self, devices: int) -> "MoE":
         """Returns the part of each of several devices: whole experts where these divide over the
         devices, and else a part of each expert."""

@@ -2,19 +2,13 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.layer_types import FULL, SLIDING, read_kinds, read_ropes, windows_of
 
 
 def _olmo2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     bias = fields.take("attention_bias", bool, False)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=bias,
-        out_bias=bias,
-        mlp_bias=False,
-        qk_norm=False,
+    return read_attention(fields, hidden_size, num_heads, kv_heads=num_heads, bias=bias) | dict(
         qk_norm_whole=True,
         norm_placement="post",
     )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.moe_config import read_moe
 
 
@@ -10,13 +10,9 @@ def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> 
     attention_bias = fields.take("attention_bias", bool, False)
     if fields.take("clip_qkv", float, None) is not None:
         raise fields.error("clip_qkv", "clipped queries, keys and values are not supported")
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=False,
-        qk_norm=False,
+    return read_attention(
+        fields, hidden_size, num_heads, kv_heads=num_heads, bias=attention_bias
+    ) | dict(
         qk_norm_whole=True,
         moe=read_moe(
             fields,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.layer_types import same_everywhere
 
 
@@ -10,13 +10,7 @@ def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> 
     for name in ("full_attn_mod", "interpolate_factor"):  # of code that came with a checkpoint
         if fields.take(name, int, 1) != 1:
             raise fields.error(name, "only 1 is supported, as in the published checkpoints")
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
+    return read_attention(fields, hidden_size, num_heads, kv_heads=num_heads) | dict(
         windows=same_everywhere(fields, num_layers, fields.positive("sliding_window", int, None)),
     )
 

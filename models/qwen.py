@@ -2,18 +2,13 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.layer_types import FULL, SLIDING, read_kinds, switched_window, windows_of
 
 
 def _qwen2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
+    return read_attention(fields, hidden_size, num_heads) | dict(
         qkv_bias=True,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         windows=read_windows(fields, num_layers),
     )
 
@@ -21,12 +16,7 @@ def _qwen2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
 def _qwen3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     fields.positive("head_dim", int)
     attention_bias = fields.take("attention_bias", bool, False)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=False,
+    return read_attention(fields, hidden_size, num_heads, bias=attention_bias) | dict(
         qk_norm=True,
         windows=read_windows(fields, num_layers),
     )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.layer_types import switched_window
 from jaxshare.models.moe import MoE
 from jaxshare.models.moe_config import read_moe, read_sparse_layers
@@ -11,13 +11,8 @@ from jaxshare.models.moe_config import read_moe, read_sparse_layers
 def _qwen2_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     _refuse_windows(fields)
     shared_size = fields.positive("shared_expert_intermediate_size", int)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int, num_heads),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
+    return read_attention(fields, hidden_size, num_heads, kv_heads=num_heads) | dict(
         qkv_bias=fields.take("qkv_bias", bool, True),
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         moe=_experts(fields, shared_size=shared_size, shared_gate=True),
         sparse_layers=read_sparse_layers(fields, num_layers),
     )
@@ -26,12 +21,7 @@ def _qwen2_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int
 def _qwen3_moe(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     _refuse_windows(fields)
     attention_bias = fields.take("attention_bias", bool, False)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=attention_bias,
-        out_bias=attention_bias,
-        mlp_bias=False,
+    return read_attention(fields, hidden_size, num_heads, bias=attention_bias) | dict(
         qk_norm=True,
         moe=_experts(fields),
         sparse_layers=read_sparse_layers(fields, num_layers),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxshare.models.config_fields import Family, Fields, read_head_dim
+from jaxshare.models.config_fields import Family, Fields, read_attention
 from jaxshare.models.layer_types import FULL, SLIDING, read_kinds, switched_window, windows_of
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
@@ -16,13 +16,8 @@ def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> 
     kinds = read_kinds(fields, num_layers, default)
     fields.take("pretraining_tp", int, 1)  # the number of parts of a product in training
     bias = fields.take("attention_bias", bool, False)
-    return dict(
-        num_kv_heads=fields.positive("num_key_value_heads", int),
-        head_dim=read_head_dim(fields, hidden_size, num_heads),
-        qkv_bias=bias,
-        out_bias=bias,
+    return read_attention(fields, hidden_size, num_heads, bias=bias) | dict(
         mlp_bias=fields.take("mlp_bias", bool, False),
-        qk_norm=False,
         windows=windows_of(fields, kinds, window),
     )
 

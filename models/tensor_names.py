@@ -72,11 +72,11 @@ class Part:
     def taken(self, tensor: Callable[[str], Any]) -> Shaped[np.ndarray, "..."]:
         """Returns the rows; `tensor` gives what stands for a tensor of a file, to be sliced."""
         if self.matrix is not None:
-            one = slice(self.matrix, self.matrix + 1)
+            one, rows = slice(self.matrix, self.matrix + 1), slice(self.start, self.stop, self.step)
             matrix = tensor(self.name)[one][0]
             if self.scales:
-                matrix = dequantised(matrix, tensor(self.scales)[one][0])
-            return (matrix.T if self.is_transposed else matrix)[self.start : self.stop : self.step]
+                return dequantised(matrix[rows], tensor(self.scales)[one][0][rows])
+            return (matrix.T if self.is_transposed else matrix)[rows]
         if self.groups == 1:
             return tensor(self.name)[self.start : self.stop]
         whole = tensor(self.name)[:]
@@ -198,11 +198,11 @@ def _located(config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...])
     order = _row_order(config, path[-2]) if config.rope_interleaved else None
     if config.mla and path[-2] in ("k_b", "v_b"):
         return ExpectedTensor(path, shape, (_part_of_kv_b(config, config.mla, path, shape),))
-    family, fused = FAMILIES[config.architecture], FAMILIES[config.architecture].fused
+    family = FAMILIES[config.architecture]
     if family.stacks_experts and path[1:2] == ("moe",) and path[-2] != "router":
         return _of_all_experts(config, path, shape)
     for name, sizes in part_sizes(config).items():
-        if name in fused and path[-2] in sizes:
+        if name in family.fused and path[-2] in sizes:
             names = [*sizes]
             start = sum(sizes[part] for part in names[: names.index(path[-2])])
             whole = tensor_name((*path[:-2], name, path[-1]), config)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Float32
 from jaxshare.attention.plan import Plan
 from jaxshare.rope import rotate
 from jaxshare.sharding import pmax, psum
+from jaxshare.softcap import soft_capped
 
 _TILE = 512
 
@@ -61,7 +62,7 @@ def block_attention_share(
             token = start + jnp.arange(tile) - first
             k = jax.lax.dynamic_slice_in_dim(keys, start, tile, axis=1).astype(jnp.float32)
             scores = jnp.einsum("tkgd,ksd->tkgs", query, k, precision="highest")
-            scores = softcap * jnp.tanh(scores / softcap) if softcap else scores
+            scores = soft_capped(scores, softcap)
             real = (token >= i * tile) & (token < seen[:, None])
             if plan.unseen is not None:
                 real &= token >= plan.unseen[r, n][:, None]

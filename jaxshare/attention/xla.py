@@ -19,6 +19,7 @@ from jaxtyping import Float, Float32
 from jaxshare.attention.merge import Partial, merge, merge_over, sink_part
 from jaxshare.attention.plan import Plan
 from jaxshare.attention.tiling import Tiles
+from jaxshare.softcap import soft_capped
 
 _Score = Callable[[Array, Array], Array]
 """(queries, keys) -> scores, the softcap applied."""
@@ -331,8 +332,7 @@ def _weights(x: Array, dtype: jnp.dtype) -> Array:
 
 def _scores(query: Array, k: Array, *, softcap: float) -> Array:
     """The scores [n, q, size] of queries [n, q, D] and keys [n, size, D]."""
-    scores = _product(query, k, 2)
-    return softcap * jnp.tanh(scores / softcap) if softcap else scores
+    return soft_capped(_product(query, k, 2), softcap)
 
 
 def _product(a: Array, b: Array, contract: int) -> Array:

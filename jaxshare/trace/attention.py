@@ -23,6 +23,7 @@ from jaxshare.arena import Arenas, make_finite, put
 from jaxshare.cache import KVCache
 from jaxshare.rope import Rope, rotate
 from jaxshare.sharding import on_each
+from jaxshare.softcap import soft_capped
 from jaxshare.trace.trace import NOT_ENDED, Trace
 
 CHUNK = 128
@@ -279,7 +280,7 @@ def _added(
     rotated = rotate(q, cos, sin).reshape(*q.shape[:2], keys.shape[2], -1, q.shape[3])
     sees = visible[:, None, None]
     scores = _product("nckgd,nskd->nkgcs", rotated, keys) * form.scale
-    scores = form.softcap * jnp.tanh(scores / form.softcap) if form.softcap else scores
+    scores = soft_capped(scores, form.softcap)
     scores = jnp.where(sees, scores, _LOWEST)
     # The largest score cancels out of the result, so no gradient goes through it.
     high = jax.lax.stop_gradient(jnp.maximum(top, jnp.max(scores, axis=-1)))

@@ -203,7 +203,6 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
 def write_checkpoint(folder: Path, model: Mapping[str, Any], seed: int) -> int:
     """Writes a Llama with the config.json `model`, random bfloat16 weights and an untied head, as a
     Hugging Face folder; returns the number of parameters."""
-    rng = np.random.default_rng(seed)
     hidden, mlp, vocab = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
     q, kv = (
         model["num_attention_heads"] * model["head_dim"],
@@ -229,14 +228,24 @@ def write_checkpoint(folder: Path, model: Mapping[str, Any], seed: int) -> int:
                 "mlp.down_proj": (hidden, mlp),
             }.items()
         }
+    shapes = {f"{name}.weight": shape for name, shape in shapes.items()}
+    return write_random(folder, model, shapes, seed)
+
+
+def write_random(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> int:
+    """Writes tensors of these shapes, matrices random and vectors of ones, in bfloat16, and their
+    config.json, as a Hugging Face folder; returns the number of parameters."""
+    rng = np.random.default_rng(seed)
     tensors = {
-        f"{name}.weight": (
+        name: (
             np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02
         ).astype(ml_dtypes.bfloat16)
         for name, shape in shapes.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(model), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     return sum(t.size for t in tensors.values())
 
 

@@ -24,6 +24,7 @@ from jaxshare.models import CheckpointError, ConfigError
 from jaxshare.models.fingerprint import same_fingerprint
 from jaxshare.models.safetensors_io import largest
 from tests.helpers import folder_of_first_layers
+from tests.models.peak_memory import measured
 
 QWEN = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -614,24 +615,6 @@ def test_generation_settings_that_change_the_text_and_are_not_known_are_named(tm
         models.load(write(tmp_path, generation_config=unknown))
 
 
-MEASURED = """
-import sys
-from jaxshare import models
-from jaxshare.models import safetensors_io
-import jax, jax.numpy as jnp
-
-def memory(kind):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(kind)) * 1024
-
-jax.block_until_ready(jnp.ones((256, 256)) @ jnp.ones((256, 256)))  # the libraries' own memory
-before = memory("VmRSS")
-model = models.load(sys.argv[1])
-size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-print(size, memory("VmHWM") - before)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/status"), reason="reads the peak of resident memory from /proc"
@@ -671,14 +654,7 @@ def test_peak_memory_is_little_more_than_the_checkpoint(tmp_path, shards, tied):
     shard(tmp_path, tensors, shards)
     (tmp_path / "config.json").write_text(json.dumps(config))
     del tensors
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    size, peak = map(int, done.stdout.split())
+    size, peak = measured(tmp_path)
     assert size > 550e6
     assert peak < 1.2 * size, f"{peak / size:.2f} times the checkpoint of {size / 1e6:.0f} MB"
 

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -22,6 +20,7 @@ from jaxshare.models.tensor_names import expected_tensors, stored_shapes
 from jaxshare.models.tensor_parallel import fit
 from jaxshare.sharding import make_mesh
 from tests.helpers import DenseModel, mostly_slow
+from tests.models.peak_memory import measured
 from tests.models.test_moe import by_hand
 from tests.paths import FIXTURES
 
@@ -226,23 +225,6 @@ def test_experts_of_several_dtypes_are_read_without_rounding(tmp_path):
     np.testing.assert_array_equal(stacked[3], value)
 
 
-MEASURED = """
-import sys
-from jaxshare import models
-from jaxshare.models import safetensors_io
-import jax, jax.numpy as jnp
-
-def memory(kind):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith(kind)) * 1024
-
-jax.block_until_ready(jnp.ones((256, 256)) @ jnp.ones((256, 256)))  # the libraries' own memory
-before = memory("VmRSS")
-model = models.load(sys.argv[1])
-print(sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)), memory("VmHWM") - before)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/status"), reason="reads the peak of resident memory from /proc"
@@ -283,12 +265,4 @@ def measure_peak(
         safetensors.numpy.save_file(tensors, folder / file)
         weight_map |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, folder],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    size, peak = map(int, done.stdout.split())
-    return size, peak
+    return measured(folder)

@@ -17,7 +17,7 @@ from llvmlite import ir
 
 from jaxshare.cpu.ir import BYTES, FORMATS, I32, I64, PTR, VOID, Code, Record, Val
 from jaxshare.cpu.mathematics import quarter_sums
-from jaxshare.cpu.matrices.few_rows import OUTPUTS, PIECE_BYTES, dots, for_row_blocks
+from jaxshare.cpu.matrices.few_rows import OUTPUTS, PIECE_BYTES, dots, for_outputs, for_row_blocks
 from jaxshare.cpu.runtime import Call, begin_task, register, served_dtypes
 
 _WORK = Record(
@@ -138,7 +138,6 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
     code = Code(call.module, call.machine, "outputs", [PTR, PTR, I64, PTR, I64, PTR])
     work, slots, rows, kernel, count, y = code.args
     w = _WORK.read_all(code, work)
-    whole = count // OUTPUTS * OUTPUTS
 
     def for_all_rows(output: Val, outputs: int) -> None:
         def block(row: Val, taken: int) -> None:
@@ -156,9 +155,6 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
 
         for_row_blocks(code, rows, block)
 
-    with code.loop(0, whole, OUTPUTS) as output:
-        for_all_rows(output, OUTPUTS)
-    with code.loop(whole, count) as output:
-        for_all_rows(output, 1)
+    for_outputs(code, count, for_all_rows)
     code.give()
     return code

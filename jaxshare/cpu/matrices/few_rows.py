@@ -41,7 +41,6 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
     """outputs(x, rows, width, kernel, count, y, stride): y [rows, count] = x @ kernel.T."""
     code = Code(call.module, call.machine, "outputs", [PTR, I64, I64, PTR, I64, PTR, I64])
     x, rows, width, kernel, count, y, stride = code.args
-    whole = count // OUTPUTS * OUTPUTS
 
     def for_all_rows(output: Val, outputs: int) -> None:
         def block(row: Val, taken: int) -> None:
@@ -58,12 +57,18 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
 
         for_row_blocks(code, rows, block)
 
-    with code.loop(0, whole, OUTPUTS) as output:
-        for_all_rows(output, OUTPUTS)
-    with code.loop(whole, count) as output:
-        for_all_rows(output, 1)
+    for_outputs(code, count, for_all_rows)
     code.give()
     return code
+
+
+def for_outputs(code: Code, count: Val, body: Callable[[Val, int], None]) -> None:
+    """Writes body(output, taken) for all outputs, as many at once as share the reading of rows."""
+    whole = count // OUTPUTS * OUTPUTS
+    with code.loop(0, whole, OUTPUTS) as output:
+        body(output, OUTPUTS)
+    with code.loop(whole, count) as output:
+        body(output, 1)
 
 
 def for_row_blocks(code: Code, rows: Val, block: Callable[[Val, int], None]) -> None:

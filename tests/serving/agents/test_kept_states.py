@@ -9,7 +9,6 @@ import pytest
 from jaxshare.serving.agents import (
     BestOfN,
     DivergedError,
-    Reply,
     Runtime,
     SelfConsistency,
     Single,
@@ -23,15 +22,7 @@ from jaxshare.serving.agents import (
 from jaxshare.serving.agents.compiler.program import snapshot
 from jaxshare.serving.agents.keeping import PER_WAIT, SMALL
 from tests.serving.agents.test_children import Each, paths_of
-
-
-class Model:
-    async def answer(self, call):
-        return Reply(f"{call.messages[-1].content}{call.state[-1]}")
-
-
-async def told(value):
-    return value
+from tests.serving.agents.test_ids import Model, told
 
 
 @agent

@@ -1,18 +1,13 @@
 """The models of the benchmark of decoding, by family: config.json, and what is measured of each."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-from safetensors.numpy import save_file
-
 from jaxshare.models import ModelConfig
 from jaxshare.models.tensor_names import expected_tensors, stored_shapes
-from scripts.bench.lib import write_checkpoint
+from scripts.bench.lib import write_checkpoint, write_random
 from scripts.bench.parts.decode.report import GOAL_PROMPT, GOALS
 from scripts.bench.parts.decode.sides import MODEL
 
@@ -38,17 +33,8 @@ class BenchFamily:
         """Writes the model as a Hugging Face folder; returns the number of its parameters."""
         if self.config is MODEL:
             return write_checkpoint(folder, MODEL, seed)
-        rng = np.random.default_rng(seed)
         shapes = stored_shapes(expected_tensors(ModelConfig.from_json(self.config)))
-        tensors = {
-            name: (
-                np.ones(shape) if len(shape) == 1 else rng.standard_normal(shape, np.float32) * 0.02
-            ).astype(ml_dtypes.bfloat16)
-            for name, shape in shapes.items()
-        }
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(dict(self.config)), encoding="utf-8")
-        return sum(tensor.size for tensor in tensors.values())
+        return write_random(folder, self.config, shapes, seed)
 
 
 _MISTRAL = {name: value for name, value in MODEL.items() if not name.endswith("_bias")} | {
