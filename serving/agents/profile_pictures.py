@@ -176,9 +176,9 @@ def workflow_picture(log: SearchLog) -> "Figure":
         colour = "#E69F00" if agent in hot else "#CCCCCC"
         area = math.pi * radii[agent] ** 2
         ax.scatter(*zip(place, strict=True), s=area, color=colour, zorder=3)
-        label = f"{agent}\n{calls[agent]} calls"
+        label = f"{agent}\n{calls[agent]} call{'' if calls[agent] == 1 else 's'}"
         ax.annotate(label, place, ha="center", va="center", fontsize=8, zorder=4)
-    ax.set(xlim=(-1.4, 1.4), ylim=(-1.3, 1.45), aspect="equal")
+    ax.set(xlim=(-1.65, 1.65), ylim=(-1.65, 1.65), aspect="equal")  # loops are up to 1.5 outside
     ax.axis("off")
     ax.set_title("How the work goes from agent to agent", loc="left", fontsize=10.5)
     return figure

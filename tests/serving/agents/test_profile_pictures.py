@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("matplotlib", reason="pictures need it")
 
-from jaxshare.serving.agents import Runtime, agent, gather, llm, spawn
+from jaxshare.serving.agents import Runtime, agent, gather, llm, profile_pictures, spawn
 from jaxshare.serving.agents.backends import ScriptedModel
 from jaxshare.serving.agents.profile_pictures import (
     contribution_picture,
@@ -188,3 +188,19 @@ def test_the_workflow_picture_shows_agents_and_flows():
     assert sorted(int(text) for text in texts if text.isdigit()) == sorted(flows(log).values())
     assert arrows["patcher to viewer"] == max(arrows.values())
     assert not workflow_picture(SearchLog(())).axes[0].texts
+
+
+@pytest.mark.parametrize("agents", [1, 2, 5, 8])
+def test_nothing_of_the_workflow_picture_is_cut_off(agents, monkeypatch):
+    names = [f"agent_{number}" for number in range(agents)]
+    runs = (LoggedRun(name, name, "Single", None, 0, 1, 9, 9, 9, "", None, ()) for name in names)
+    log = SearchLog(tuple(runs))
+    loops = {(name, name): 120 for name in names}
+    monkeypatch.setattr(profile_pictures, "flows", lambda log: loops)
+    figure = workflow_picture(log)
+    figure.canvas.draw()
+    [ax] = figure.axes
+    for part in (*ax.texts, *ax.patches, *ax.collections):
+        extent = part.get_window_extent()
+        assert ax.bbox.x0 <= extent.x0 and extent.x1 <= ax.bbox.x1
+        assert ax.bbox.y0 <= extent.y0 and extent.y1 <= ax.bbox.y1
