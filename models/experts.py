@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from jaxshare import cpu
 from jaxshare.cpu import Implementation
-from jaxshare.models.linear import Linear, projections
+from jaxshare.models.linear import Linear, Weight, projections, weight
 from jaxshare.models.moe import MoE, route
 from jaxshare.models.packed import GATE_UP
 from jaxshare.models.ragged import ragged_product
@@ -73,7 +73,7 @@ class MixtureOfExperts(nn.Module):
         stacked = functools.partial(StackedLinear, held, bias=moe.expert_bias)
         gate, up = (stacked(moe.expert_size, name=name)(width) for name in ("gate", "up"))
         down = stacked(width, name="down")(moe.expert_size)
-        kernels = [kernel.astype(x.dtype) for kernel, _ in (gate, up, down)]
+        kernels = [kernel for kernel, _ in (gate, up, down)]
         first = cpu.expert_products(x, expert, kernels[:2], x.dtype, self.implementation)
         if first is None:
             # Sorted once for all products, with those of no expert at the end.
@@ -144,10 +144,10 @@ class StackedLinear(nn.Module):
     bias: bool = False
 
     @nn.compact
-    def __call__(self, width: int) -> tuple[Float[Array, "E out in"], Float[Array, "E out"] | None]:
+    def __call__(self, width: int) -> tuple[Weight, Float[Array, "E out"] | None]:
         """The kernels for inputs of this width, and the biases if there are any."""
         init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
-        kernel = self.param("kernel", init, (self.experts, self.features, width))
+        kernel = weight(self, "kernel", init, (self.experts, self.features, width))
         if not self.bias:
             return kernel, None
         return kernel, self.param("bias", nn.initializers.zeros, (self.experts, self.features))

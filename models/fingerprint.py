@@ -11,6 +11,7 @@ from jax import Array
 
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.packed import kv_modules, unpack
+from jaxshare.models.tensor_parallel import param_path
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -21,7 +22,8 @@ def bit_sums(params: dict[str, Any], config: ModelConfig, repeats: int) -> dict[
     """
 
     def of_one(keys: Any, value: Array) -> Array:
-        if keys[-2].key in kv_modules(config):
+        of_order = getattr(keys[-1], "name", "") == "order"
+        if param_path(keys)[-2] in kv_modules(config) and not of_order:
             value = value.reshape(config.num_kv_heads, -1)[::repeats]
         bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
         bits = bits.astype(jnp.uint32)

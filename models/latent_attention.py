@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from jaxshare.cpu import Implementation
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.linear import Linear, linears
+from jaxshare.models.linear import Linear, Weight, dequantised, linears
 from jaxshare.models.norm import RMSNorm
 
 _NORM_EPS = 1e-6
@@ -69,7 +69,7 @@ class LatentAttention(nn.Module):
         )
 
 
-def _by_head(x: Array, kernel: Array, contract: int) -> Array:
+def _by_head(x: Array, kernel: Weight, contract: int) -> Array:
     """The product of each head's x [R, T, H, _] with its rows of the kernel [H, _, latent],
     contracting the kernel's axis `contract`; accumulated in float32 and rounded to x's dtype."""
     rows, tokens, heads, _ = x.shape
@@ -78,7 +78,7 @@ def _by_head(x: Array, kernel: Array, contract: int) -> Array:
     single = rows * tokens == 1 and x.dtype != jnp.float32
     y = jax.lax.dot_general(
         jnp.concatenate([by_head, by_head], axis=1) if single else by_head,
-        kernel.reshape(heads, -1, kernel.shape[-1]).astype(x.dtype),
+        dequantised(kernel, x.dtype).reshape(heads, -1, kernel.shape[-1]),
         (((2,), (contract,)), ((0,), (0,))),
         preferred_element_type=jnp.float32,
     )

@@ -30,7 +30,7 @@ from jaxshare.models.config import LayerForm, ModelConfig
 from jaxshare.models.decoder_layer import MLP as MLP
 from jaxshare.models.decoder_layer import Attention as Attention
 from jaxshare.models.decoder_layer import Layer, Sinks
-from jaxshare.models.linear import Linear, products
+from jaxshare.models.linear import Embedding, Linear, Weight, dequantised, products
 from jaxshare.models.linear import product as product
 from jaxshare.models.norm import RMSNorm
 from jaxshare.rope import Rope
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
 
     def setup(self):
         c = self.config
-        self.embed = nn.Embed(c.vocab_size, c.hidden_size)
+        self.embed = Embedding(c.vocab_size, c.hidden_size)
         self.layers = [Layer(c, self.axis, form=form) for form in c.layer_forms]
         self.norm = RMSNorm(c.norm_eps, adds_one=c.norm_adds_one)
         if not c.tie_embeddings:
@@ -247,26 +247,24 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def _embed(self, tokens: Int[Array | np.ndarray, "R T"]) -> Float[Array, "R T M"]:
-        table, times = self.embed.embedding, self.config.embedding_multiplier
+        table, times = self.embed.table(), self.config.embedding_multiplier
         if times != 1:
             return self._looked_up(tokens, table) * jnp.asarray(times, table.dtype)
         return self._looked_up(tokens, table)
 
-    def _looked_up(self, tokens: Array | np.ndarray, table: Array) -> Array:
+    def _looked_up(self, tokens: Array | np.ndarray, table: Weight) -> Array:
         if self.vocab_axis is None:
-            return table[tokens]
+            return dequantised(table[tokens])
         index = tokens - jax.lax.axis_index(self.vocab_axis) * table.shape[0]
         is_local = (index >= 0) & (index < table.shape[0])
-        return psum(
-            jnp.where(is_local[..., None], table[jnp.clip(index, 0, table.shape[0] - 1)], 0),
-            self.vocab_axis,
-        )
+        rows = dequantised(table[jnp.clip(index, 0, table.shape[0] - 1)])
+        return psum(jnp.where(is_local[..., None], rows, 0), self.vocab_axis)
 
     def _logits(
         self, x: Float[Array, "... M"], implementation: Implementation = "xla"
     ) -> Float32[Array, "... V"]:
         tied = self.config.tie_embeddings
-        kernel = self.embed.embedding if tied else self.head.parameters(x.shape[-1])[0]
+        kernel = self.embed.table() if tied else self.head.parameters(x.shape[-1])[0]
         (logits,) = products(x, [kernel], jnp.float32, implementation)
         divisor = self.config.logit_divisor
         logits = logits if divisor == 1 else logits / divisor

@@ -4,7 +4,8 @@ Axis letters: R rows, T new tokens of a row, M model dim.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,7 +15,35 @@ from jaxtyping import Float, Float32
 
 from jaxshare import cpu
 from jaxshare.cpu import Implementation
+from jaxshare.quantised import QuantisedTensor
 from jaxshare.sharding import psum
+
+Weight = Float[Array, "..."] | QuantisedTensor
+"""The kernel of a product, or a table of embeddings."""
+
+
+def weight(
+    module: nn.Module, name: str, init: Callable[..., Any], shape: tuple[int, ...]
+) -> Weight:
+    """Returns a module's parameter, which may be quantised.
+
+    Args:
+      module: in one of its compact methods.
+      name: of the parameter.
+      init: makes a plain one, as in `flax.linen.Module.param`.
+      shape: of it.
+
+    Raises:
+      ValueError: the quantised one that is there has another shape.
+    """
+    if module.has_variable("params", name):
+        found = module.get_variable("params", name)
+        if isinstance(found, QuantisedTensor):
+            if found.shape != shape:
+                path = "/".join((*module.path, name))
+                raise ValueError(f"{path} is quantised with shape {found.shape}, not {shape}")
+            return found
+    return module.param(name, init, shape)
 
 
 class Linear(nn.Module):
@@ -36,10 +65,10 @@ class Linear(nn.Module):
     implementation: Implementation = "xla"
 
     @nn.compact
-    def parameters(self, width: int) -> tuple[Float[Array, "out in"], Float[Array, " out"] | None]:
+    def parameters(self, width: int) -> tuple[Weight, Float[Array, " out"] | None]:
         """The kernel for inputs of this width, and the bias if there is one."""
         init = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
-        kernel = self.param("kernel", init, (self.features, width))
+        kernel = weight(self, "kernel", init, (self.features, width))
         if not self.bias:
             return kernel, None
         return kernel, self.param("bias", nn.initializers.zeros, (self.features,))
@@ -47,6 +76,30 @@ class Linear(nn.Module):
     def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
         (y,) = linears(x, [self])
         return y
+
+
+class Embedding(nn.Module):
+    """A table [V, M] with the state of each token, which may be quantised.
+
+    Attributes:
+      num_embeddings: V.
+      features: M.
+    """
+
+    num_embeddings: int
+    features: int
+
+    @nn.compact
+    def table(self) -> Weight:
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+        return weight(self, "embedding", init, (self.num_embeddings, self.features))
+
+
+def dequantised(value: Weight, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
+    """Returns plain numbers, of this dtype or of the weight's own."""
+    if isinstance(value, QuantisedTensor):
+        return jnp.asarray(value.dequantised(dtype))
+    return value if dtype is None else value.astype(dtype)
 
 
 def linears(x: Float[Array, "... in"], modules: Sequence[Linear]) -> list[Float[Array, "... _"]]:
@@ -93,7 +146,7 @@ def projections(
 
 def products(
     x: Float[Array, "... in"],
-    kernels: Sequence[Float[Array, "_ in"]],
+    kernels: Sequence[Weight],
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
 ) -> Sequence[Float[Array, "... _"]]:
@@ -102,11 +155,11 @@ def products(
     return found or [product(x, kernel).astype(dtype) for kernel in kernels]
 
 
-def product(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float32[Array, "... out"]:
+def product(x: Float[Array, "... in"], kernel: Weight) -> Float32[Array, "... out"]:
     """Returns x @ kernel.T with float32 accumulation and a float32 result.
 
     The kernel is read in its stored order, which is fastest for few rows of x, and an embedding
-    serves as a head unchanged.
+    serves as a head unchanged. A quantised one is rounded to x's dtype first.
     """
     flat = x.reshape(-1, x.shape[-1])
     # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast
@@ -114,6 +167,9 @@ def product(x: Float[Array, "... in"], kernel: Float[Array, "out in"]) -> Float3
     single = flat.shape[0] == 1 and x.dtype != jnp.float32
     rows = jnp.concatenate([flat, flat]) if single else flat
     y = jax.lax.dot_general(
-        rows, kernel.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        rows,
+        dequantised(kernel, x.dtype),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
     )
     return y[: flat.shape[0]].reshape(*x.shape[:-1], -1)

@@ -47,9 +47,10 @@ from jaxshare.models.tensor_parallel import (
     fit,
     fit_params,
     params_on,
-    shard_array,
+    shard_param,
     shard_params,
 )
+from jaxshare.quantised import is_quantised
 from jaxshare.sharding import DATA, axis_size, data_groups
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ class LoadedModel:
     def module(self) -> Decoder | ShardedDecoder:
         """The module that takes `params`: a `Decoder` or, on a mesh, a `ShardedDecoder`."""
         return Decoder(self.config) if self.mesh is None else ShardedDecoder(self.config, self.mesh)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of plain parameters, and of cached keys and values."""
+        return jax.tree.leaves(self.params, is_leaf=is_quantised)[0].dtype
 
     @property
     def named_params(self) -> dict[str, Any]:
@@ -307,7 +313,7 @@ def _put_on_mesh(
     config: ModelConfig, module: ShardedDecoder, path: ParamPath, value: np.ndarray
 ) -> Array:
     fitted = fit_params(value, path, config, module.mesh)
-    return shard_array(fitted, module.names(path), module.mesh)
+    return shard_param(fitted, path, module)
 
 
 def local_folder(name: str | os.PathLike) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxshare.models.config import ModelConfig
+from jaxshare.quantised import concatenated, is_quantised
 
 QKV, GATE_UP = "qkv", "gate_up"
 """The names of packed projections."""
@@ -38,7 +39,8 @@ def pack(params: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
       config: of the model.
 
     Returns:
-      The same with packed projections in place of their parts.
+      The same with packed projections in place of their parts, but for those whose parts are
+      quantised in different ways.
     """
     layers, packed = params.pop("params"), dict[str, Any]()
     for name in [*layers]:
@@ -54,9 +56,20 @@ def _packed_layer(layer: Any, config: ModelConfig) -> Any:
         module = found.get(_PLACES[name])
         if module is None:  # a layer with experts
             continue
-        parts = [module.pop(part) for part in sizes]
-        module[name] = {key: jnp.concatenate([part[key] for part in parts]) for key in parts[0]}
+        parts = [module[part] for part in sizes]
+        whole = {key: _concatenated([part[key] for part in parts]) for key in parts[0]}
+        if any(value is None for value in whole.values()):
+            continue
+        module[name] = whole
+        for part in sizes:
+            del module[part]
     return found
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    if any(map(is_quantised, parts)):
+        return concatenated(parts) if all(map(is_quantised, parts)) else None
+    return jnp.concatenate(parts)
 
 
 def unpack(params: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:

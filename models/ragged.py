@@ -10,6 +10,7 @@ Axis letters: S rows, G groups, B rows of a block.
 import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from jaxshare.models.linear import Weight, dequantised
 from jaxshare.pallas.device import current_device
+from jaxshare.quantised import QuantisedTensor
 
 _LEAST_ROWS, _MOST_ROWS = 8, 64
 """Rows of a block: of a power of two between these the one after the mean of a group."""
@@ -33,20 +36,23 @@ _BY_LINES = lax.RaggedDotDimensionNumbers(
 
 def ragged_product(
     rows: Float[Array, "S in"],
-    kernel: Float[Array, "G out in"],
+    kernel: Weight,
     sizes: Int[Array, " G"],
     dtype: DTypeLike,
 ) -> Float[Array, "S out"]:
     """Returns each row @ kernel[its group].T, with float32 sums, rounded to `dtype`.
 
-    Differentiable in rows and kernel.
+    Differentiable in rows and in a plain kernel.
 
     Args:
       rows: sorted by group; those after the last group bring undefined results.
-      kernel: a matrix for each group.
+      kernel: [G, out, in], a matrix for each group.
       sizes: the rows of each group.
       dtype: of the result.
     """
+    if isinstance(kernel, QuantisedTensor):
+        # One matrix at a time is dequantised, that of a block of rows.
+        return _products(rows, kernel, sizes, _dot_dequantised).astype(dtype)
     kernel = kernel.astype(rows.dtype)
     if jax.default_backend() == "cpu" and current_device() is None:
         return _by_blocks(rows, kernel, sizes).astype(dtype)
@@ -81,7 +87,7 @@ def _by_blocks(
 
 
 def _products(
-    rows: Array, kernel: Array, sizes: Array, product: Callable[[Array, Array], Array]
+    rows: Array, kernel: Weight, sizes: Array, product: Callable[[Array, Any], Array]
 ) -> Array:
     shape = jax.eval_shape(product, rows, kernel[0]).shape
     block = _block(rows, sizes)
@@ -136,6 +142,10 @@ def _backward(kept: tuple[Array, Array, Array], gradient: Array) -> tuple[Array,
     in_group = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
     to_rows = jnp.where(in_group[:, None], to_rows, 0)
     return to_rows.astype(rows.dtype), to_kernel.astype(kernel.dtype), None
+
+
+def _dot_dequantised(x: Array, matrix: QuantisedTensor) -> Array:
+    return _dot(x, dequantised(matrix, x.dtype), 1)
 
 
 def _dot(x: Array, matrix: Array, axis: int) -> Array:

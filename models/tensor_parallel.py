@@ -7,7 +7,7 @@ model (Hogwild! appendix B, "Distributed Inference").
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Shaped
 
 from jaxshare import sharding
 from jaxshare.cache import KVCache
@@ -23,6 +23,7 @@ from jaxshare.layout import Layout
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder, Params
 from jaxshare.models.packed import kv_modules
+from jaxshare.quantised import QuantisedTensor, is_quantised
 from jaxshare.sharding import TENSOR, LogicalAxes, axis_in_use, axis_size, inside, on_each
 from jaxshare.trace.attention import TraceBatch
 
@@ -60,6 +61,28 @@ def logical_axes(path: ParamPath, config: ModelConfig, mesh: Mesh) -> LogicalAxe
     assert config.moe is not None
     whole = config.moe.on_each_of(axis_size(mesh, TENSOR)).held
     return ("experts", *(None for _ in names)) if whole else (None, *names)
+
+
+def param_path(keys: Sequence[Any]) -> ParamPath:
+    """Returns the path of the parameter that a leaf is, or is an array of."""
+    return tuple(key.key for key in keys if isinstance(key, jax.tree_util.DictKey))
+
+
+def names_of_array(names: LogicalAxes, keys: Sequence[Any], leaf: Any) -> LogicalAxes:
+    """Returns the logical names of the dimensions of a leaf of a tree of parameters.
+
+    Args:
+      names: of those of the parameter.
+      keys: of the leaf, which is the parameter or one of the arrays of a quantised one.
+      leaf: anything with a shape.
+    """
+    last = keys[-1]
+    if not isinstance(last, jax.tree_util.GetAttrKey):
+        return names
+    if last.name == "order":
+        return names[-1:]
+    # One scale for all inputs of a row is that of each part of them.
+    return names if leaf.shape[-1] > 1 else (*names[: leaf.ndim - 1], None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +182,10 @@ class ShardedDecoder:
     def specs(self, variables: Params) -> Any:
         """Returns the partition spec of each parameter, in the structure of `variables`."""
         return jax.tree.map_with_path(
-            lambda path, _: sharding.spec(self.names(tuple(key.key for key in path))), variables
+            lambda keys, leaf: sharding.spec(
+                names_of_array(self.names(param_path(keys)), keys, leaf)
+            ),
+            variables,
         )
 
     def names(self, path: ParamPath) -> LogicalAxes:
@@ -227,29 +253,57 @@ def repeats(path: ParamPath, config: ModelConfig, mesh: Mesh) -> int:
 
 
 def fit_params(
-    value: Float[Array | np.ndarray, " _ *rest"], path: ParamPath, config: ModelConfig, mesh: Mesh
-) -> Float[Array | np.ndarray, " _ *rest"]:
+    value: Array | np.ndarray | QuantisedTensor, path: ParamPath, config: ModelConfig, mesh: Mesh
+) -> Any:
     """Returns a parameter of `config` as `fit(config, mesh)` has it: kv heads repeated.
 
-    A numpy array stays one.
+    Numpy arrays stay such.
     """
     times = repeats(path, config, mesh)
     if times == 1:
         return value
-    numpy = np if isinstance(value, np.ndarray) else jnp
-    heads = value.reshape(config.num_kv_heads, config.head_dim, *value.shape[1:])
-    return numpy.repeat(heads, times, axis=0).reshape(-1, *value.shape[1:])
+
+    def repeated(array: Array | np.ndarray) -> Array | np.ndarray:
+        numpy = np if isinstance(array, np.ndarray) else jnp
+        heads = array.reshape(config.num_kv_heads, config.head_dim, *array.shape[1:])
+        return numpy.repeat(heads, times, axis=0).reshape(-1, *array.shape[1:])
+
+    return value.map_rows(repeated) if isinstance(value, QuantisedTensor) else repeated(value)
 
 
 def shard_params(params: Params, config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     """Distributes the parameters of `config` over a mesh."""
     module = ShardedDecoder(fit(config, mesh), mesh)
 
-    def shard(keys: Any, value: Any) -> Array:
-        path = tuple(key.key for key in keys)
-        return shard_array(fit_params(value, path, config, mesh), module.names(path), mesh)
+    def shard(keys: Any, value: Any) -> Any:
+        path = param_path(keys)
+        return shard_param(fit_params(value, path, config, mesh), path, module)
 
-    return jax.tree.map_with_path(shard, dict(params))
+    return jax.tree.map_with_path(shard, dict(params), is_leaf=is_quantised)
+
+
+def shard_param(
+    value: Array | np.ndarray | QuantisedTensor, path: ParamPath, module: ShardedDecoder
+) -> Any:
+    """Distributes a parameter of a model over its mesh.
+
+    Raises:
+      ValueError: the groups of a quantised one do not divide over the devices.
+    """
+    names, mesh = module.names(path), module.mesh
+    if not isinstance(value, QuantisedTensor):
+        return shard_array(value, names, mesh)
+    split = axis_size(mesh, TENSOR) if len(names) == value.ndim and names[-1] else 1
+    groups, bits = value.scales.shape[-1], value.code_format.bits
+    if split > 1 and (value.order is not None or (groups % split and (groups, bits) != (1, 8))):
+        has = "an order of its inputs" if value.order is not None else f"{groups} groups a row"
+        raise ValueError(
+            f"{'/'.join(path)} is quantised with {has}, which cannot be split over tensor={split} "
+            "devices; use fewer, or a checkpoint whose groups divide over them"
+        )
+    return jax.tree.map_with_path(
+        lambda keys, leaf: shard_array(leaf, names_of_array(names, keys, leaf), mesh), value
+    )
 
 
 def params_on(params: Params, mesh: Mesh) -> dict[str, Any]:
@@ -270,8 +324,8 @@ def params_on(params: Params, mesh: Mesh) -> dict[str, Any]:
 
 
 def shard_array(
-    value: Float[Array | np.ndarray, "*shape"], names: LogicalAxes, mesh: Mesh
-) -> Float[Array, "*shape"]:
+    value: Shaped[Array | np.ndarray, "*shape"], names: LogicalAxes, mesh: Mesh
+) -> Shaped[Array, "*shape"]:
     """Distributes an array over a mesh; from the host each device is sent its part alone."""
     target = sharding.sharding(mesh, names)
     if isinstance(value, np.ndarray):

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxshare import Sampler
@@ -265,7 +264,7 @@ def warn_of_equal_texts(counts: Iterable[tuple[int, Sampler]]) -> None:
 
 def cache_dtype(model: LoadedModel) -> jnp.dtype:
     """Returns the dtype of cached keys and values, which is that of the parameters."""
-    return jax.tree.leaves(model.params)[0].dtype
+    return model.dtype
 
 
 def token_bytes(model: LoadedModel) -> int:

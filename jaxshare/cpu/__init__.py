@@ -15,6 +15,7 @@ import jax
 from jax import Array
 
 from jaxshare.pallas.device import current_device
+from jaxshare.quantised import QuantisedTensor
 
 Implementation = str | tuple[str, ...] | None
 """An attention backend, several to try in order, or None for the best; "cpu" stands for all kernels
@@ -64,7 +65,7 @@ def used_for(implementation: Implementation) -> bool:
 
 def products(
     x: Array,
-    kernels: Sequence[Array],
+    kernels: Sequence[Array | QuantisedTensor],
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
 ) -> Sequence[Array] | None:
@@ -73,8 +74,10 @@ def products(
     def multiply() -> Sequence[Array]:
         from jaxshare.cpu.matrices.call import cpu_products
 
-        rows = x.reshape(-1, x.shape[-1])
-        found = cpu_products(rows, [kernel.astype(x.dtype) for kernel in kernels], dtype)
+        plain = [each.astype(x.dtype) for each in kernels if not isinstance(each, QuantisedTensor)]
+        if len(plain) < len(kernels):
+            raise NotImplementedError("a matrix is quantised")
+        found = cpu_products(x.reshape(-1, x.shape[-1]), plain, dtype)
         return [y.reshape(*x.shape[:-1], -1) for y in found]
 
     return _served(implementation, multiply)
@@ -83,7 +86,7 @@ def products(
 def expert_products(
     x: Array,
     expert: Array,
-    kernels: Sequence[Array],
+    kernels: Sequence[Array | QuantisedTensor],
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
 ) -> Sequence[Array] | None:
@@ -92,7 +95,10 @@ def expert_products(
     def multiply() -> Sequence[Array]:
         from jaxshare.cpu.matrices.experts import cpu_expert_products
 
-        return cpu_expert_products(x, expert, kernels, dtype)
+        plain = [each.astype(x.dtype) for each in kernels if not isinstance(each, QuantisedTensor)]
+        if len(plain) < len(kernels):
+            raise NotImplementedError("a matrix is quantised")
+        return cpu_expert_products(x, expert, plain, dtype)
 
     return _served(implementation, multiply)
 

@@ -10,6 +10,7 @@ import jax
 from jaxshare import models
 from jaxshare.argument_checks import INT32_MAX, as_integer, shown
 from jaxshare.models import LoadedModel
+from jaxshare.quantised import is_quantised
 from jaxshare.serving.chat_template import ChatTemplateError, render_with
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation.lm_eval.generation import generate_answers
@@ -186,9 +187,9 @@ class Harness:
     def describe(self) -> dict[str, Any]:
         """Facts about the model: its number of parameters, its dtype and its fingerprint."""
         model = self.texts.model
-        leaves = jax.tree.leaves(model.params)
+        leaves = jax.tree.leaves(model.params, is_leaf=is_quantised)
         return {
             "model_num_parameters": sum(leaf.size for leaf in leaves),
-            "model_dtype": str(leaves[0].dtype),
+            "model_dtype": str(model.dtype),
             "model_sha": model.fingerprint,
         }
