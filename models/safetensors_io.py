@@ -43,7 +43,7 @@ CHECK_VARIABLE = "JAXSHARE_CHECK_WEIGHTS"
 """The environment variable that is "off" where parameters may be NaN or infinite."""
 _MAX_PROBLEMS = 100
 """The most tensors that an error lists."""
-_PROGRESS_BYTES = 2**30
+PROGRESS_BYTES = 2**30
 """Reading this much takes long enough for a progress bar."""
 
 
@@ -144,7 +144,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    with _open(file) as tensors:
+    with opened(file) as tensors:
         names = tensors.keys()  # `tensors` is no dict and cannot be iterated
         slices = {name: tensors.get_slice(name) for name in names}
         return {
@@ -154,7 +154,8 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 @contextlib.contextmanager
-def _open(file: Path):
+def opened(file: Path):
+    """Opens a safetensors file; raises CheckpointError if it is not a complete one."""
     try:
         with safe_open(file, framework="numpy") as tensors:
             yield tensors
@@ -240,6 +241,7 @@ def read_params(
     dtype: jnp.dtype,
     put: Callable[[tuple[str, ...], np.ndarray], Array] | None = None,
     check: bool = True,
+    done: Mapping[tuple[str, ...], Array] | None = None,
 ) -> dict[str, Any]:
     """Reads the tensors into a tree of arrays for `Decoder.apply`.
 
@@ -249,11 +251,12 @@ def read_params(
       dtype: of the parameters.
       put: (path, value on the host) -> value on its devices; default the default device.
       check: refuse what is not finite.
+      done: the other parameters, which have been read (`jaxshare.models.partial_reads`).
 
     Raises:
       CheckpointError: a file that became unreadable, or a tensor that is not finite.
     """
-    params: dict[tuple[str, ...], Array] = {}
+    params: dict[tuple[str, ...], Array] = dict(done or {})
     for name, value in read_tensors(stored, expected):
         path = expected[name].path
         kept = kept_dtype(path, dtype)
@@ -336,7 +339,7 @@ def read_tensors(
         return math.prod(tensor.shape) * np.dtype(dtype).itemsize
 
     total = sum(map(size, expected.values()))
-    quiet = total < _PROGRESS_BYTES and not sys.stderr.isatty()
+    quiet = total < PROGRESS_BYTES and not sys.stderr.isatty()
     with tqdm(
         total=total, desc="reading weights", unit="B", unit_scale=True, disable=quiet, leave=False
     ) as bar:
@@ -345,7 +348,7 @@ def read_tensors(
             with contextlib.ExitStack() as files:
 
                 def tensor(name: str) -> Any:
-                    return files.enter_context(_open(stored[name].file)).get_slice(name)
+                    return files.enter_context(opened(stored[name].file)).get_slice(name)
 
                 value = part.taken(tensor)
             bar.update(value.nbytes)
