@@ -19,14 +19,8 @@ from tqdm import tqdm
 from jaxshare import sharding
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.mxfp4 import dequantised
-from jaxshare.models.safetensors_io import (
-    DTYPES,
-    PROGRESS_BYTES,
-    StoredTensor,
-    largest,
-    not_finite,
-    opened,
-)
+from jaxshare.models.safetensors_files import StoredTensor, opened
+from jaxshare.models.safetensors_io import DTYPES, PROGRESS_BYTES, largest, not_finite
 from jaxshare.models.tensor_names import ExpectedTensor, Part, kept_dtype
 from jaxshare.models.tensor_parallel import ParamPath, ShardedDecoder, repeats
 
@@ -39,7 +33,7 @@ Read = Callable[[str, Index], Shaped[np.ndarray, "..."]]
 def can_be_read_in_parts(tensor: ExpectedTensor, stored: Mapping[str, StoredTensor]) -> bool:
     """Returns whether a parameter's tensors are plain numbers or MXFP4; others are read whole."""
     return all(
-        part.name in stored and (part.scales or stored[part.name].dtype in DTYPES)
+        part.form is None and (bool(part.scales) or stored[part.name].dtype in DTYPES)
         for part in tensor.parts
     )
 
@@ -133,8 +127,8 @@ class PartialReader:
 
     def _of_file(self, dtype: jnp.dtype, name: str, index: Index) -> Shaped[np.ndarray, "..."]:
         # A file is opened for each part, since the pages of an open mapping count as memory.
-        with opened(self.stored[name].file) as tensors:
-            value = tensors.get_slice(name)[tuple(slice(*each) for each in index)]
+        with opened(self.stored[name], name) as tensor:
+            value = tensor[tuple(slice(*each) for each in index)]
         if self.check and value.dtype.kind != "u":
             with np.errstate(over="ignore"):
                 is_finite = np.isfinite(largest(value).astype(dtype))

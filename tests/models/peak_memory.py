@@ -27,12 +27,12 @@ print(size, memory("VmHWM") - before)
 
 _PARTS = """
 from jaxshare import sharding
-from jaxshare.models import partial_reads, safetensors_io, tensor_parallel
+from jaxshare.models import partial_reads, safetensors_files, safetensors_io, tensor_parallel
 
 folder = pathlib.Path(sys.argv[1])
 config = models.ModelConfig.from_json(folder)
 mesh = sharding.make_mesh(**json.loads(sys.argv[2]))
-stored = safetensors_io.stored_tensors(folder)
+stored = safetensors_files.stored_tensors(folder)
 expected = safetensors_io.match_tensors(config, stored, folder)
 module = tensor_parallel.ShardedDecoder(tensor_parallel.fit(config, mesh), mesh)
 reader = partial_reads.PartialReader(stored, expected, config, module, jnp.dtype("bfloat16"))

@@ -14,7 +14,8 @@ import safetensors.numpy
 from jaxshare import models
 from jaxshare.models import CheckpointError, partial_reads
 from jaxshare.models.partial_reads import PartialReader
-from jaxshare.models.safetensors_io import match_tensors, stored_tensors
+from jaxshare.models.safetensors_files import stored_tensors
+from jaxshare.models.safetensors_io import match_tensors
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit
 from jaxshare.sharding import make_mesh
 from tests.helpers import mostly_slow
@@ -64,14 +65,6 @@ class CountingSlice:
         return value
 
 
-class CountingFile:
-    def __init__(self, file, counts: list[int]):
-        self.file, self.counts = file, counts
-
-    def get_slice(self, name: str) -> CountingSlice:
-        return CountingSlice(self.file.get_slice(name), self.counts)
-
-
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
@@ -86,9 +79,9 @@ def test_a_process_reads_what_its_devices_have_once(case, sizes, monkeypatch):
     opened = partial_reads.opened
 
     @contextlib.contextmanager
-    def counting(file):
-        with opened(file) as tensors:
-            yield CountingFile(tensors, counts)
+    def counting(stored, name):
+        with opened(stored, name) as tensor:
+            yield CountingSlice(tensor, counts)
 
     monkeypatch.setattr(partial_reads, "opened", counting)
     mesh, folder = make_mesh(**sizes), PARITY / case
