@@ -165,7 +165,7 @@ def _in_order(tensor: ExpectedTensor, index: Index, read: Read) -> Shaped[np.nda
     unit = order.head_dim if order else part.stop - part.start if part.groups > 1 else 1
     first, last = start // unit * unit, -(-stop // unit) * unit
     value = _rows(part, (first, last), tuple(rest), read)
-    value = value if order is None else order.read(value)
+    value = value if order is None else np.asarray(order.read(value))
     return value[start - first : stop - first]
 
 
