@@ -36,11 +36,12 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.models.forms": "jaxshare.serving.evaluation.arithmetic_forms",
     "jaxshare.models.generation": "jaxshare.models.generation_config",
     "jaxshare.models.hf": (
+        "jaxshare.models.safetensors_files",
         "jaxshare.models.safetensors_io",
         "jaxshare.models.tensor_names",
     ),
     "jaxshare.models.problems": "jaxshare.serving.evaluation.arithmetic",
-    "jaxshare.models.reads": "jaxshare.models.orbax_io",
+    "jaxshare.models.reads": "jaxshare.models.orbax_reading",
     "jaxshare.models.rope_fields": "jaxshare.models.rope_config",
     "jaxshare.models.sharded": ("jaxshare.models.tensor_parallel", "jaxshare.arena"),
     "jaxshare.plan": ("jaxshare.attention.plan", "jaxshare.attention.tiling"),

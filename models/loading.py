@@ -37,14 +37,15 @@ from jaxshare.models.gguf.settings import config_of, sampling_of
 from jaxshare.models.gguf.tokenizer import tokenizer_of
 from jaxshare.models.layers import Decoder
 from jaxshare.models.packed import pack, unpack
+from jaxshare.models.quantisation.settings import quantisation_of
+from jaxshare.models.safetensors_files import stored_tensors
 from jaxshare.models.safetensors_io import (
     CHECK_VARIABLE,
     DTYPES,
     match_tensors,
     read_params,
-    stored_tensors,
 )
-from jaxshare.models.tensor_names import expected_tensors, stored_shapes
+from jaxshare.models.tensor_names import Parameter, expected_tensors
 from jaxshare.models.tensor_parallel import (
     ParamPath,
     ShardedDecoder,
@@ -234,7 +235,8 @@ def load(
       path: a folder, a hub id such as "Qwen/Qwen3-0.6B", a file that ends in .gguf, or "embedded"
         for the small model that comes with the package.
       dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the
-        checkpoint's own: that of config.json, or else of its tensors.
+        checkpoint's own: that of config.json, or else of its tensors. Quantised parameters stay as
+        the checkpoint has them; it is the dtype of the numbers that they stand for.
       revision: a branch, tag or commit on the hub.
       mesh: the devices to put the model on. From Orbax form each reads its part alone; no device
         ever holds more.
@@ -316,10 +318,10 @@ def _reader(
     """The function that reads the parameters in a dtype, and the dtypes that they are stored in."""
     folder, config = source.place, source.config
     if orbax_io.is_checkpoint(folder):
-        expected = expected_tensors(config)
-        dtypes = {*orbax_io.match_metadata(folder, expected).values()}
+        found = orbax_io.match_metadata(folder, expected_tensors(config))
+        dtypes = {jnp.dtype(value.dtype) for value in found.values() if not is_quantised(value)}
         restore = functools.partial(orbax_io.restore_params, mesh=mesh, check=check)
-        return functools.partial(restore, folder, config, expected), dtypes
+        return functools.partial(restore, folder, config, found), dtypes
     module = None if mesh is None else ShardedDecoder(fitted, mesh)
     put = module and functools.partial(_put_on_mesh, config, module)
     if source.gguf:
@@ -327,9 +329,11 @@ def _reader(
         read = functools.partial(gguf_params.read, source.gguf, places, put=put, check=check)
         return read, {jnp.dtype(gguf_params.stored_dtype(source.gguf))}
     stored = stored_tensors(folder)
-    expected = match_tensors(config, stored, folder)
-    # Those in MXFP4 are read as bfloat16, which holds their numbers.
-    names = (stored[name].dtype for name in stored_shapes(expected))
+    expected = match_tensors(config, stored, folder, quantisation_of(folder))
+    # Those in MXFP4 are read as bfloat16, which holds their numbers; those that stay quantised do
+    # not count.
+    parts = (part for tensor in expected.values() for part in tensor.parts)
+    names = {stored[part.name].dtype for part in parts if part.form is None}
     dtypes = {jnp.dtype(DTYPES.get(name, jnp.bfloat16)) for name in names}
     return functools.partial(read_params, stored, expected, put=put, check=check), dtypes
 
@@ -352,8 +356,8 @@ def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel
 
 
 def _put_on_mesh(
-    config: ModelConfig, module: ShardedDecoder, path: ParamPath, value: np.ndarray
-) -> Array:
+    config: ModelConfig, module: ShardedDecoder, path: ParamPath, value: Parameter
+) -> Any:
     fitted = fit_params(value, path, config, module.mesh)
     return shard_param(fitted, path, module)
 

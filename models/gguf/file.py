@@ -11,7 +11,7 @@ from jaxtyping import Shaped
 
 from jaxshare.models.config_fields import cut, first_line
 from jaxshare.models.gguf.blocks import BLOCK_KINDS
-from jaxshare.models.safetensors_io import CheckpointError
+from jaxshare.models.safetensors_files import CheckpointError
 
 SUFFIX = ".gguf"
 PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}

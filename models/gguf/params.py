@@ -18,7 +18,8 @@ from jaxshare.models.config_fields import cut
 from jaxshare.models.gguf.blocks import quantised_blocks
 from jaxshare.models.gguf.file import PLAIN, GGUFFile
 from jaxshare.models.gguf.settings import ROPE_TENSORS, architecture_of
-from jaxshare.models.safetensors_io import CheckpointError, largest, nested, not_finite
+from jaxshare.models.safetensors_files import CheckpointError
+from jaxshare.models.safetensors_io import largest, nested, not_finite
 from jaxshare.models.tensor_names import ExpectedTensor, expected_tensors, kept_dtype
 from jaxshare.quantised import QuantisedTensor
 

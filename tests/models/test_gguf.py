@@ -239,7 +239,11 @@ def of_kind(name: bytes, kind: int):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda content: content[:-1], CheckpointError, "truncated or corrupt.*fetch it again|ends within"),
+        (
+            lambda content: content[:-1],
+            CheckpointError,
+            "truncated or corrupt.*fetch it again|ends within",
+        ),
         (lambda content: content[:5000], CheckpointError, "truncated|not a complete GGUF"),
         (lambda content: content[:900], CheckpointError, "not a complete GGUF file"),
         (lambda content: content[:4], CheckpointError, "not a complete GGUF file"),

@@ -13,7 +13,7 @@ from jaxshare import models
 from jaxshare.models import ConfigError, ModelConfig
 from jaxshare.models.mxfp4 import dequantised
 from jaxshare.models.orbax_io import convert
-from jaxshare.models.safetensors_io import CheckpointError
+from jaxshare.models.safetensors_files import CheckpointError
 from jaxshare.models.tensor_names import expected_tensors
 from tests.helpers import mostly_slow
 from tests.paths import FIXTURES
@@ -87,7 +87,7 @@ def test_published_checkpoints(fields, billions):
     [
         (dict(experts_per_token=2), "experts_per_token is 2, but num_experts_per_tok is 4"),
         (dict(sliding_window=0), "sliding_window is 0, but must be greater than 0"),
-        (dict(quantization_config=dict(quant_method="awq")), "quantized weights are not supported"),
+        (dict(quantization_config=dict(quant_method="hqq")), "quant_method is .*hqq.* not read"),
         (dict(num_experts_per_tok=33, experts_per_token=33), "there are 32 experts"),
     ],
 )
