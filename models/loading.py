@@ -330,10 +330,9 @@ def _reader(
         return read, {jnp.dtype(gguf_params.stored_dtype(source.gguf))}
     stored = stored_tensors(folder)
     expected = match_tensors(config, stored, folder, quantisation_of(folder))
-    # Those in MXFP4 are read as bfloat16, which holds their numbers; those that stay quantised do
-    # not count.
+    # Those that stay quantised do not count.
     parts = (part for tensor in expected.values() for part in tensor.parts)
-    names = {stored[part.name].dtype for part in parts if part.form is None}
+    names = {stored[part.name].dtype for part in parts if not part.is_quantised}
     dtypes = {jnp.dtype(DTYPES.get(name, jnp.bfloat16)) for name in names}
     return functools.partial(read_params, stored, expected, put=put, check=check), dtypes
 

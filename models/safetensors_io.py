@@ -222,7 +222,7 @@ def _check_finite(
                 raise not_finite(f"{stored[part.name].file}: {part.name}", one.dtype, dtype)
         elif problem := _problem_of_numbers(one):
             raise CheckpointError(
-                f"{stored[f'{part.layer}.{part.arrays[0]}'].file}: {part.layer} has {problem}; fetch "
+                f"{stored[part.first_name].file}: {part.layer} has {problem}; fetch "
                 "the checkpoint again, or load it as it is with check=False, on the command line "
                 f"with {CHECK_VARIABLE}=off"
             )
@@ -314,7 +314,7 @@ def read_tensors(
 
     def size(tensor: ExpectedTensor) -> int:
         first = tensor.parts[0]
-        if first.form is not None:
+        if first.is_quantised:
             return math.prod(tensor.shape)
         dtype = DTYPES.get(stored[first.name].dtype, jnp.bfloat16)
         return math.prod(tensor.shape) * np.dtype(dtype).itemsize
@@ -337,10 +337,10 @@ def read_tensors(
                     if part.form is None or isinstance(error, CheckpointError):
                         raise
                     raise CheckpointError(
-                        f"{stored[f'{part.layer}.{part.arrays[0]}'].file}: {part.layer} cannot be "
+                        f"{stored[part.first_name].file}: {part.layer} cannot be "
                         f"read: {error}; fetch the checkpoint again"
                     ) from error
-            bar.update(value.size if part.form is not None else value.nbytes)
+            bar.update(value.size if part.is_quantised else value.nbytes)
             return value
 
         for name in sorted(expected, key=lambda name: -math.prod(expected[name].shape)):
