@@ -1,6 +1,6 @@
 """Loading a model, its tokenizer and its generation settings from a folder or the Hugging Face hub.
 
-Weights are read from safetensors or Orbax files: nothing pickled is loaded, and code in a
+Weights are read from safetensors, GGUF or Orbax files: nothing pickled is loaded, and code in a
 checkpoint is never run.
 """
 
