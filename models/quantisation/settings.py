@@ -22,7 +22,7 @@ METHODS: Mapping[str, Callable[[Fields], Quantisation]] = {
     "compressed-tensors": read_compressed_tensors,
     "bitsandbytes": read_bitsandbytes,
 }
-"""What reads the settings of each method, by its name in config.json."""
+"""The readers of the settings of each method, by its name in config.json."""
 
 
 def read_quantisation(fields: Fields, others: Collection[str] = ()) -> Quantisation | None:

@@ -1,4 +1,4 @@
-"""What quantization_config of config.json may say, and what is refused."""
+"""Settings that quantization_config of config.json may have, and those that are refused."""
 
 import pytest
 
