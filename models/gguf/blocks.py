@@ -20,7 +20,7 @@ _AT_ONCE = 2**20
 
 
 class _Parts(NamedTuple):
-    """What blocks hold, in the words of `QuantisedTensor`."""
+    """The contents of blocks, in the words of `QuantisedTensor`."""
 
     codes: Shaped[np.ndarray, "L C"]
     scales: Float[np.ndarray, "L G"]

@@ -51,7 +51,7 @@ _PROGRESS_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _StoredRows:
     """Where a file has a parameter.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Place:
     stop: int
 
 
-def match(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[ExpectedTensor, _Place]]:
+def match(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[ExpectedTensor, _StoredRows]]:
     """Checks every tensor of a file against the model, and returns the places of its parameters.
 
     Raises:
@@ -104,7 +104,7 @@ def _numbered(text: str) -> list[Any]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
-def _place(architecture: str, config: ModelConfig, tensor: ExpectedTensor) -> _Place:
+def _place(architecture: str, config: ModelConfig, tensor: ExpectedTensor) -> _StoredRows:
     *module, leaf = tensor.path
     layer = ""
     if module[0].startswith("layers_"):
@@ -116,7 +116,7 @@ def _place(architecture: str, config: ModelConfig, tensor: ExpectedTensor) -> _P
             module[-1], whole, start, stop = fused, part.shape, part.start, part.stop
     modules = _MODULES | (_OF_GPT_OSS if architecture == "gpt-oss" else {})
     end = {"bias": ".bias", "choice_bias": ".bias", "sinks": "_sinks.weight"}.get(leaf, ".weight")
-    return _Place(f"{layer}{modules[tuple(module)]}{end}", whole, start, stop)
+    return _StoredRows(f"{layer}{modules[tuple(module)]}{end}", whole, start, stop)
 
 
 _PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
@@ -132,7 +132,7 @@ def stored_dtype(file: GGUFFile) -> np.dtype:
 
 def read(
     file: GGUFFile,
-    places: Mapping[str, tuple[ExpectedTensor, _Place]],
+    places: Mapping[str, tuple[ExpectedTensor, _StoredRows]],
     dtype: Any,
     put: Callable[[tuple[str, ...], Any], Any] | None = None,
     check: bool = True,
@@ -169,7 +169,7 @@ def read(
 
 
 def _value(
-    file: GGUFFile, tensor: ExpectedTensor, place: _Place, dtype: Any, check: bool, less: int
+    file: GGUFFile, tensor: ExpectedTensor, place: _StoredRows, dtype: Any, check: bool, less: int
 ) -> Shaped[np.ndarray, "..."] | QuantisedTensor:
     """A parameter on the host; of plain numbers `less` is subtracted."""
     stored = file.tensors[place.name]
