@@ -42,7 +42,7 @@ from scripts.gpu.report import LARGE, all_goals, as_text
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
 """XLA's kernels are its own affair, so its backend is looked at in decode steps alone."""
-PARTS = ("kernels", "steps", "devices", "plan")
+PARTS = ("kernels", "steps", "devices", "plan", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,8 @@ def compile_all(compiler: Compiler, options: Options) -> dict[str, list[dict[str
     from jaxshare.pallas.device import H200, assume_device
     from scripts.gpu import programs
 
-    tasks_of = dict(zip(PARTS, (kernel_tasks, step_tasks, device_tasks, plan_tasks), strict=True))
+    all_tasks = kernel_tasks, step_tasks, device_tasks, plan_tasks, expert_tasks
+    tasks_of = dict(zip(PARTS, all_tasks, strict=True))
     tasks = [
         (part, *task)
         for part in PARTS
@@ -226,6 +227,21 @@ def plan_tasks(compiler: Compiler, _: Options, programs: Any) -> Iterator[Task]:
             {"name": step.name, "what": what, "rows": step.rows},
             lambda step=step, alone=alone: plan_numbers(compiler, *alone(step)),
         )
+
+
+def expert_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]:
+    """Decode steps of published models with experts on eight devices."""
+    from scripts.gpu import expert_steps, moe_models
+
+    for model in moe_models.MODELS:
+        for backend in options.backends:
+            if backend in model.backends:
+                yield (
+                    expert_steps.describe(model, backend),
+                    lambda model=model, backend=backend: expert_steps.compiled(
+                        compiler, model, backend
+                    ),
+                )
 
 
 def mesh_of(compiler: Compiler, spread: Any) -> Any:

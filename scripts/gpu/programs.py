@@ -351,9 +351,9 @@ def decoding(
             model, params, dataclasses.replace(rest, cache=cache), passes=16, width=step.width
         )
 
-    arena = cache.keys[0]
-    elements = arena.size if mesh is None else arena.size // mesh.devices.size
-    layer = 2 * elements * arena.dtype.itemsize
+    arena, spread = cache.keys[0], 1 if mesh is None else mesh.devices.size
+    elements = arena.size // spread
+    layer = (arena.size + cache.values[0].size) // spread * arena.dtype.itemsize
     return Decoding(
         run,
         (params, cache, rest),
