@@ -76,10 +76,14 @@ def numbers(
     kinds = predicted.kinds(config)
     # The last layer of a kind has what each of them has, and nothing that they share.
     last = {str(kind): layer for layer, kind in enumerate(kinds)}
-    by_kind = {kind: [line for line in turn if f"layers_{at}/" in line] for kind, at in last.items()}
+    by_kind = {
+        kind: [line for line in turn if f"layers_{at}/" in line] for kind, at in last.items()
+    }
     per_layer = {kind: _by_what(lines) for kind, lines in by_kind.items()}
     number = Counter(str(kind) for kind in predicted.kinds(model.config))
-    inside = sum(f"layers_{i}/" in line for i in range(config.num_layers) for line in launches(turn))
+    inside = sum(
+        f"layers_{i}/" in line for i in range(config.num_layers) for line in launches(turn)
+    )
     # Those that layers share are laid to the first of a kind.
     own = sum(sum(per_layer[str(kind)].values()) for kind in kinds)
     outside = len(launches(turn)) - own

@@ -27,9 +27,7 @@ def expected(x, expert, matrices):
     """Row by row."""
     x, matrices = (np.asarray(a).astype(np.float64) for a in (x, matrices))
     return {
-        (n, k): matrices[e] @ x[n]
-        for (n, k), e in np.ndenumerate(expert)
-        if 0 <= e < len(matrices)
+        (n, k): matrices[e] @ x[n] for (n, k), e in np.ndenumerate(expert) if 0 <= e < len(matrices)
     }
 
 
