@@ -112,7 +112,7 @@ class MixtureOfExperts(nn.Module):
             parts = self.axis  # over which units are split
             for split in moe.axes:
                 parts = axis_without(parts, split)
-            y = y + _once(down[1], parts)[jnp.minimum(expert, held - 1)]
+            y = y + _once(down[1], parts)[jnp.minimum(expert, held - 1)].astype(y.dtype)
         y = jnp.where((expert < held)[..., None], y, 0)
         return jnp.sum(y * weight[..., None], axis=1)
 

@@ -8,7 +8,7 @@ same collectives, and temporary memory that the layers use one after the other.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax

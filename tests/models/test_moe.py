@@ -166,10 +166,12 @@ def test_kernels_of_gpus(form):
     with assume_device(Device("interpreted", 90, 3, interpret=True)):
         for given, right in ((params, params), (with_nf4, plain)):
             lowered = apply.lower(FORMS[form], given, x[None], implementation="triton")
-            assert ("expert_products" in lowered.as_text(debug_info=True)) and lowered
+            assert "expert_products" in lowered.as_text(debug_info=True)
             out = lowered.compile()(given, x[None])[0]
             expected = by_hand(FORMS[form], right, np.asarray(x, np.float32))
-            np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0, atol=0.1)
+            # Gate, up, their product and the output are rounded to 8 bits.
+            bound = 2**-6 * np.abs(expected).max()
+            np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("others", [0, 1, 11, 200])
