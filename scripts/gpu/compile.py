@@ -233,15 +233,12 @@ def expert_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]
     """Decode steps of published models with experts on eight devices."""
     from scripts.gpu import expert_steps, moe_models
 
-    for model in moe_models.MODELS:
-        for backend in options.backends:
-            if backend in model.backends:
-                yield (
-                    expert_steps.describe(model, backend),
-                    lambda model=model, backend=backend: expert_steps.compiled(
-                        compiler, model, backend
-                    ),
-                )
+    if moe_models.BACKEND in options.backends:
+        for model in moe_models.MODELS:
+            yield (
+                expert_steps.describe(model),
+                lambda model=model: expert_steps.compiled(compiler, model),
+            )
 
 
 def mesh_of(compiler: Compiler, spread: Any) -> Any:

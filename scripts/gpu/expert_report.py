@@ -8,7 +8,7 @@ from scripts.bench.lib import Goal, table
 
 MEMORY = 141e9
 """Bytes of an H200."""
-MORE_LAUNCHES = 0.1
+MORE_LAUNCHES = 0.15
 """The part by which launches of a layer may differ from those predicted."""
 
 
@@ -24,10 +24,13 @@ def goals_of_experts(step: Mapping[str, Any]) -> list[Goal]:
     def apart(name: str) -> float:
         return abs(measured[name] / predicted[name] - 1)
 
-    launches = {
-        kind: abs(sum(found.values()) / sum(predicted["layer"][kind].values()) - 1)
-        for kind, found in measured["layer"].items()
-    }
+    launches = []
+    for kind, found in measured["layer"].items():
+        number, wanted = sum(found.values()), sum(predicted["layer"][kind].values())
+        if measured["attention_by_xla"]:  # which is loops, and not predicted
+            number -= measured["of_attention"][kind]
+            wanted -= predicted["of_attention"]
+        launches.append(abs(number / wanted - 1))
     differ = sum(
         (_counted(found) - _counted(predicted["sent"][kind])).total()
         + (_counted(predicted["sent"][kind]) - _counted(found)).total()
@@ -49,7 +52,7 @@ def goals_of_experts(step: Mapping[str, Any]) -> list[Goal]:
         Goal(f"{what}: cache, from predicted", apart("cache_bytes"), 1e-3, at_most=True),
         Goal(
             f"{what}: launches of a layer, from predicted",
-            max(launches.values()),
+            max(launches),
             MORE_LAUNCHES,
             at_most=True,
         ),

@@ -27,7 +27,7 @@ from scripts.gpu.hlo import (
     launches,
     opcode,
 )
-from scripts.gpu.moe_models import DEVICES, Published
+from scripts.gpu.moe_models import BACKEND, DEVICES, Published
 
 STEP = programs.QUICK_STEPS[1]
 """64 branches of a shared context."""
@@ -35,11 +35,11 @@ H200 = next(chip for chip in CHIPS if chip.name == "H200")
 RATES = predicted.Rates(H200.memory * H200.copies, H200.link, H200.latency, H200.launch)
 
 
-def describe(model: Published, backend: str) -> dict[str, Any]:
+def describe(model: Published) -> dict[str, Any]:
     """The names of a program in the report."""
     packing = "bfloat16" if model.packing is None else model.packing.format
     return {
-        "backend": backend,
+        "backend": BACKEND,
         "name": f"{model.name}, experts in {packing}, tensor {DEVICES}",
         "rows": STEP.rows,
         "layers": model.config.num_layers,
@@ -47,14 +47,14 @@ def describe(model: Published, backend: str) -> dict[str, Any]:
 
 
 def compiled(
-    compiler: Compiler, model: Published, backend: str, layers: Sequence[int] | None = None
+    compiler: Compiler, model: Published, layers: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """Compiles the step of a model with some of its layers, by default two of each kind, and
     returns all numbers."""
     mesh = make_mesh(tensor=DEVICES, devices=compiler.devices(DEVICES))
     kept = tuple(moe_models.compiled_layers(model.config) if layers is None else layers)
     config = moe_models.with_layers(model.config, kept)
-    decoding = programs.decoding(STEP, backend, config, mesh=mesh)
+    decoding = programs.decoding(STEP, (BACKEND, "xla"), config, mesh=mesh)
     params, *rest = decoding.arguments
     decoding = dataclasses.replace(
         decoding, arguments=(moe_models.packed_experts(params, model.packing), *rest)
@@ -100,6 +100,13 @@ def numbers(
             "output_bytes": program.output_bytes,
             "aliased": program.alias_bytes / decoding.cache_bytes,
             "layer": per_layer,
+            "attention_by_xla": not any(
+                "block_attention" in kernel.name for kernel in program.kernels
+            ),
+            "of_attention": {
+                kind: sum("Layer/attention/" in line for line in launches(lines))
+                for kind, lines in by_kind.items()
+            },
             "outside": outside,
             "shared_by_layers": inside - own,
             "loops_of_layers": sum(
@@ -128,6 +135,7 @@ def predict(model: Published, outside: int) -> dict[str, Any]:
         "weight_bytes_in_bfloat16": predicted.weight_bytes(config, DEVICES),
         "cache_bytes": cached["held"],
         "layer": by_kind,
+        "of_attention": predicted.attention_launches(config),
         "launches": outside + sum(sum(by_kind[str(kind)].values()) for kind in kinds),
         "sent": {kind: [each._asdict() for each in sent] for kind in by_kind},
         "sent_outside": [each._asdict() for each in predicted.sent_outside(config, rows)],

@@ -143,7 +143,6 @@ def cached_bytes(
 # Launches.
 
 _ATTENTION = {
-    "norm": 1,
     "queries, keys and values": 1,
     "queries put in order": 1,
     "appends": 2,
@@ -151,9 +150,8 @@ _ATTENTION = {
     "output": 1,
     "all-reduce": 1,
 }
-_MLP = {"norm": 1, "gate and up": 1, "activation": 1, "down": 1, "all-reduce": 1}
+_MLP = {"gate and up": 1, "activation": 1, "down": 1, "all-reduce": 1}
 _EXPERTS = {
-    "norm": 1,
     "router": 1,
     "scores and their finiteness": 2,
     "choice": 2,
@@ -172,11 +170,7 @@ _LATENT = {"norms of latents": 2, "queries of latents": 1, "absorbed keys and va
 def launches(config: ModelConfig, layer: Layer) -> dict[str, int]:
     """The kernels and collectives of a layer that cannot be one: a product and what ends it are
     one, and so is what is computed element by element between two of these."""
-    found = Counter(_ATTENTION)
-    if config.mla:
-        found += Counter(_LATENT)
-    if config.qk_norm:
-        found += Counter({"norms of queries and keys": 2})
+    found = _of_attention(config) + Counter({"norms": 2})
     if not layer.is_sparse:
         return dict(found + Counter(_MLP))
     found += Counter(_EXPERTS)
@@ -185,6 +179,20 @@ def launches(config: ModelConfig, layer: Layer) -> dict[str, int]:
     if _moe(config).groups > 1:
         found += Counter(_GROUPS)
     return dict(found)
+
+
+def _of_attention(config: ModelConfig) -> Counter[str]:
+    found = Counter(_ATTENTION)
+    if config.mla:
+        found += Counter(_LATENT)
+    if config.qk_norm:
+        found += Counter({"norms of queries and keys": 2})
+    return found
+
+
+def attention_launches(config: ModelConfig) -> int:
+    """Those of `launches` that are of attention, with its sum over devices."""
+    return _of_attention(config).total()
 
 
 # What is sent.
