@@ -3,7 +3,8 @@
 A program processes one item of the pass (`jaxshare.pallas.work_items`): it walks the item's
 segments, rotates each one's queries towards its block as it loads them (Hogwild! section 3.4), and
 adds the segment's tiles to a running softmax. It stores partial results for each segment, which
-`jaxshare.pallas.merge_triton` merges.
+`jaxshare.pallas.merge_triton` merges. Where values are a part of keys (multi-head latent attention)
+a tile is loaded once for both.
 
 JAX has deprecated this way to a GPU. Nothing else depends on it, and a JAX without it fails only
 when this backend is called.
@@ -20,9 +21,10 @@ from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
+from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
 from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.scores import capped, query_scale
-from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, TritonTiles, choose_triton
+from jaxshare.pallas.tiles import TritonTiles, choose_triton
 from jaxshare.pallas.work_items import Work, make_work, partial_row
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
@@ -37,7 +39,7 @@ def triton_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Attention of queries over arenas that already hold this pass's keys.
 
     The queries come not rotated; the result has their dtype. They are rotated in float32 and
@@ -47,7 +49,7 @@ def triton_attention(
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
     """
-    device = _supported_device(q, keys, values)
+    device = _supported_device(q, keys, values, plan)
     rows, width, heads, dim = q.shape
     group = heads // keys.shape[0]
     tiles = choose_triton(device, dim, group, rows * width * group, keys.dtype)
@@ -64,7 +66,7 @@ def triton_attention(
         mixed,
         lse,
         work,
-        (rows, width, heads, dim),
+        (rows, width, heads, mixed.shape[1]),
         q.dtype,
         multiprocessors=device.multiprocessors,
         interpret=device.interpret,
@@ -73,7 +75,7 @@ def triton_attention(
     )
 
 
-def _supported_device(q: Array, keys: Array, values: Array) -> Device:
+def _supported_device(q: Array, keys: Array, values: Array, plan: Plan) -> Device:
     """The GPU to run on.
 
     Raises:
@@ -91,16 +93,11 @@ def _supported_device(q: Array, keys: Array, values: Array) -> Device:
         )
     if keys.dtype not in _DTYPES:
         raise NotImplementedError(f"its caches are bfloat16 or float16; this one is {keys.dtype}")
-    if not values.shape[2]:
-        raise NotImplementedError("values are a part of keys")
     if values.dtype != keys.dtype:
         raise NotImplementedError(
             f"keys and values must be of one dtype; these are {keys.dtype} and {values.dtype}"
         )
-    if q.shape[3] not in HEAD_DIMS:
-        raise NotImplementedError(
-            f"its head dims are {', '.join(map(str, HEAD_DIMS))}; this one is {q.shape[3]}"
-        )
+    check_head_dim(q.shape[3], values.shape[2], 2 * plan.query_cos.shape[-1])
     if (group := q.shape[2] // keys.shape[0]) > MAX_QUERY_HEADS:
         raise NotImplementedError(
             f"it takes up to {MAX_QUERY_HEADS} query heads for each kv head; here are {group}"
@@ -127,7 +124,7 @@ def _pieces(
 ) -> tuple[Array, Array]:
     """Partial results of all items, base 2.
 
-    They are attention float32[partial_rows, D] over the keys of a piece, and its log-sum-exp
+    They are attention float32[partial_rows, V] over the keys of a piece, and its log-sum-exp
     float32[partial_rows]. Only rows of real pieces are written.
     """
     from jax.experimental import pallas as pl
@@ -140,10 +137,14 @@ def _pieces(
         x.reshape(-1, pairs) if pairs else jnp.zeros((1, 1))
         for x in (plan.query_cos, plan.query_sin)
     ]
+    # Nor does it take values that have no entries.
+    arenas = [keys, values] if values.shape[2] else [keys]
+    value_dim = values.shape[2] or dim - 2 * pairs
     return pl.pallas_call(
         functools.partial(
             _kernel,
             work,
+            latent=not values.shape[2],
             width=width,
             listed=plan.blocks.shape[1],
             pairs=pairs,
@@ -151,7 +152,7 @@ def _pieces(
             softcap=softcap,
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((work.partial_rows, dim), jnp.float32),
+            jax.ShapeDtypeStruct((work.partial_rows, value_dim), jnp.float32),
             jax.ShapeDtypeStruct((work.partial_rows,), jnp.float32),
         ),
         grid=(work.items.shape[0],),
@@ -161,8 +162,7 @@ def _pieces(
     )(
         q.reshape(rows * width, heads, dim),
         *tables,
-        keys,
-        values,
+        *arenas,
         work.items,
         work.count.reshape(1),
         work.total.reshape(1),
@@ -179,14 +179,8 @@ def _kernel(
     cos_ref: Any,
     sin_ref: Any,
     keys_ref: Any,
-    values_ref: Any,
-    items_ref: Any,
-    count_ref: Any,
-    total_ref: Any,
-    segments_ref: Any,
-    source_ref: Any,
-    limits_ref: Any,
-    *rest: Any,
+    *refs: Any,
+    latent: bool,
     width: int,
     listed: int,
     pairs: int,
@@ -197,8 +191,9 @@ def _kernel(
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
     int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span],
-    with a sliding window also unseen; mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
-    used. `scale` is that of `query_scale`.
+    with a sliding window also unseen; mixed float32[partial_rows, V]; lse float32[partial_rows]. Of
+    `work` only the static fields are used. `scale` is that of `query_scale`. `latent`: there are no
+    values; they are the keys' entries from 2 P on.
 
     Heads whose D is no power of two are cut into parts that are: Triton has no other shapes. Loads
     go through arrays of indices, whose masks keep them inside their array.
@@ -206,11 +201,15 @@ def _kernel(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
+    values_ref, rest = (keys_ref, refs) if latent else (refs[0], refs[1:])
+    items_ref, count_ref, total_ref, segments_ref, source_ref, limits_ref, *rest = rest
     *unseen_ref, mixed_ref, lse_ref = rest
     span, tile = work.span, work.tile
     group = q_ref.shape[1] // keys_ref.shape[0]
     dim = q_ref.shape[2]
-    runs = _runs(dim)
+    first_value = 2 * pairs if latent else 0
+    runs = [*_runs(0, first_value), *_runs(first_value, dim)]
+    value_runs = [run for run in runs if run.start >= first_value]
     item = pl.program_id(0)
     first_tile, end_tile, first_segment, end_segment = (items_ref[item, i] for i in range(4))
     count, total = count_ref[0], total_ref[0]
@@ -218,8 +217,9 @@ def _kernel(
     def segment(number: Array, _: None) -> None:
         head = number // count
         index = number - head * count
-        query, queries, start, lead, tiles, full, before, turn = (
-            segments_ref[index, i] for i in range(8)
+        # Without a window nothing is read in another order.
+        query, queries, start, lead, tiles, full, before, *turn = (
+            segments_ref[index, i] for i in range(8 if unseen_ref else 7)
         )
         before = head * total + before
         first, end = jnp.maximum(first_tile - before, 0), jnp.minimum(end_tile - before, tiles)
@@ -243,7 +243,7 @@ def _kernel(
             """
             column = run.column
             member = head * group + source[:, None] % group
-            inside = real[:, None] & (column < dim)[None]
+            inside = real[:, None] & (column < run.end)[None]
             x = plt.load(
                 q_ref.at[token[:, None], member, column[None]], mask=inside, other=0.0
             ).astype(jnp.float32)
@@ -265,8 +265,8 @@ def _kernel(
         def take(masked: bool, j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             """Adds one tile to the running softmax. `masked`: some query does not see all of it."""
             top, weight, *mixed = carry
-            if unseen_ref:
-                j = j + turn
+            for first_read in turn:
+                j = j + first_read
                 j = jnp.where(j >= tiles, j - tiles, j)
             index = j * tile + jnp.arange(tile)
 
@@ -275,7 +275,7 @@ def _kernel(
                 for run in runs:
                     # Entries after the longest limit are undefined, and may be outside the arena.
                     masks = [(index < longest)[:, None]] * masked + [
-                        (run.column < dim)[None]
+                        (run.column < run.end)[None]
                     ] * run.padded
                     mask = (
                         {"mask": functools.reduce(jnp.logical_and, masks), "other": 0.0}
@@ -287,7 +287,8 @@ def _kernel(
                     )
                 return found
 
-            scores = functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref)))
+            k = parts(keys_ref)
+            scores = functools.reduce(jnp.add, map(_scores, turned, k))
             scores = capped(scores, softcap)
             if masked:
                 seen = index[None] < limit[:, None]
@@ -300,14 +301,16 @@ def _kernel(
             weights = jnp.exp2(scores - under[:, None])
             mixed = [
                 m * keep[:, None] + _mixed(weights.astype(values_ref.dtype), v)
-                for m, v in zip(mixed, parts(values_ref), strict=True)
+                for m, v in zip(
+                    mixed, k[-len(mixed) :] if latent else parts(values_ref), strict=True
+                )
             ]
             return higher, weight * keep + jnp.sum(weights, axis=1), *mixed
 
         state = (
             jnp.full(span, -jnp.inf),
             jnp.zeros(span),
-            *(jnp.zeros((span, run.column.size)) for run in runs),
+            *(jnp.zeros((span, run.column.size)) for run in value_runs),
         )
         middle = jnp.clip(full, first, jnp.maximum(first, end))
         state = lax.fori_loop(first, middle, functools.partial(take, False), state)
@@ -319,11 +322,11 @@ def _kernel(
         plt.store(
             lse_ref.at[row], jnp.where(weight == 0, -jnp.inf, top + jnp.log2(some)), mask=stored
         )
-        for run, m in zip(runs, mixed, strict=True):
+        for run, m in zip(value_runs, mixed, strict=True):
             plt.store(
-                mixed_ref.at[row[:, None], run.column[None]],
+                mixed_ref.at[row[:, None], (run.column - first_value)[None]],
                 m / some[:, None],
-                mask=stored[:, None] & (run.column < dim)[None],
+                mask=stored[:, None] & (run.column < run.end)[None],
             )
 
     lax.fori_loop(first_segment, end_segment, segment, None)
@@ -332,24 +335,26 @@ def _kernel(
 class _ColumnRun(NamedTuple):
     """Neighbouring columns of a head.
 
-    The first's number, all their numbers, and whether some are after the head's last.
+    The first's number, all their numbers, the end of those that there are (exclusive), and whether
+    some are after it.
     """
 
     start: int
     column: Array
+    end: int
     padded: bool
 
 
-def _runs(dim: int) -> list[_ColumnRun]:
-    """The columns of a head in runs whose sizes are powers of two, the largest first.
+def _runs(start: int, end: int) -> list[_ColumnRun]:
+    """The columns from `start` to `end` in runs whose sizes are powers of two, the largest first.
 
     80 is 64 and 32, half of those padding. None is narrower than 32: where a product has no more
     columns than it has rows, Triton has all warps compute all of it if rows are few.
     """
-    runs, start = [], 0
-    while start < dim:
-        size = min(max(1 << ((dim - start).bit_length() - 1), 32), 256)
-        runs.append(_ColumnRun(start, start + jnp.arange(size), start + size > dim))
+    runs = []
+    while start < end:
+        size = min(max(1 << ((end - start).bit_length() - 1), 32), 256)
+        runs.append(_ColumnRun(start, start + jnp.arange(size), end, start + size > end))
         start += size
     return runs
 

@@ -162,14 +162,14 @@ def kernel_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterato
         if backend == "xla":
             continue
         grid = programs.whole_grid() if options.whole else programs.QUICK
-        for case in (*grid, *programs.SCORED):
+        for case in (*grid, *programs.SCORED, *programs.LATENT):
             yield (
                 {"backend": backend, "case": case._asdict(), "name": str(case)},
                 lambda backend=backend, case=case: kernels_of(
                     compiler, *programs.attention(case, backend)
                 ),
             )
-        for case in programs.QUICK_SPREAD:
+        for case in (*programs.QUICK_SPREAD, programs.LATENT[0]):
             yield (
                 {
                     "backend": backend,
