@@ -7,8 +7,9 @@ on a machine that needs no GPU.
     python -m scripts.gpu.compile --json --output FILE     # one JSON object
 
 Ends with code 1 where something does not compile, a kernel spills registers or needs more shared
-memory than a block can have, a decode step copies the cache, or one on several devices sends more
-than it should; with code 2 where the packages that this takes are missing (`make gpu-compile`
+memory than a block can have, a decode step copies the cache, one on several devices sends more than
+it should, or one of a published model with experts is not what its configuration predicts (the part
+`experts`, scripts/gpu/predicted.py); with code 2 where the packages that this takes are missing (`make gpu-compile`
 installs them). What is NOT checked is what takes a GPU: results and speed. Autotuning is off, so
 XLA may choose other products on a device.
 """

@@ -329,7 +329,7 @@ class Decoding:
 
 def decoding(
     step: Step,
-    backend: str,
+    backend: str | tuple[str, ...],
     config: ModelConfig = MODEL,
     history: int = HISTORY,
     mesh: Mesh | None = None,
@@ -375,7 +375,7 @@ def decoding(
 
 
 def _model(
-    config: ModelConfig, backend: str, mesh: Mesh | None
+    config: ModelConfig, backend: str | tuple[str, ...], mesh: Mesh | None
 ) -> tuple[Decoder | ShardedDecoder, Any]:
     """(the model, the shapes of its parameters), as they lie on a mesh if there is one."""
     if mesh is not None:
