@@ -8,8 +8,9 @@ from scripts.bench.lib import Goal, table
 
 MEMORY = 141e9
 """Bytes of an H200."""
-MORE_LAUNCHES = 0.15
-"""The part by which launches of a layer may differ from those predicted."""
+MORE_LAUNCHES = 0.25
+"""The part by which launches of a layer may differ from those predicted. Of a product of few rows
+with a long sum XLA makes two kernels where it sees fit, and some gathers of biases are their own."""
 
 
 def goals_of_experts(step: Mapping[str, Any]) -> list[Goal]:

@@ -15,6 +15,7 @@ import jax
 
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.tensor_parallel import param_path
+from jaxshare.quantised import is_quantised
 from jaxshare.sharding import make_mesh
 from scripts.bench.devices import CHIPS
 from scripts.gpu import moe_models, predicted, programs
@@ -183,9 +184,7 @@ def _sent(found: Sequence[Collective]) -> list[dict[str, Any]]:
 def _copies_of_experts(text: str, params: Any) -> dict[str, int]:
     """Instructions that write at least as many numbers to new memory as half of the matrices of one
     kind, gate for example, that a device has of a layer."""
-    sizes = [
-        math.prod(leaf.sharding.shard_shape(leaf.shape))
-        for keys, leaf in jax.tree.leaves_with_path(params)
-        if len(leaf.shape) == 3 and "moe" in param_path(keys)
-    ]
-    return dict(large_results(text, max(sizes) // 2))
+    found = jax.tree.leaves_with_path(params, is_leaf=is_quantised)
+    matrices = [leaf for keys, leaf in found if len(leaf.shape) == 3 and "moe" in param_path(keys)]
+    held = max(math.prod(leaf.shape) for leaf in matrices) // DEVICES
+    return dict(large_results(text, held // 2))
