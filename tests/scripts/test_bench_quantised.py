@@ -2,11 +2,12 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from jaxshare.models import load
-from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised import is_quantised
 from scripts.bench import quantised
 from scripts.bench.lib import write_checkpoint
 
@@ -60,10 +61,11 @@ SMALL = {
 def test_all_matrices_of_a_model_are_quantised(tmp_path):
     write_checkpoint(tmp_path, SMALL, 0)
     plain = load(tmp_path)
-    params = quantised.quantised_model(plain, "int4", 64).params["params"]
-    for name in ("embedding", "lm_head"):
-        matrices = [leaf for leaf in params[name].values() if isinstance(leaf, QuantisedTensor)]
-        assert len(matrices) == 1 and matrices[0].format == "int4" and matrices[0].group == 64
+    found = quantised.quantised_model(plain, "int4", 64).params
+    packed = [e for e in jax.tree.leaves(found, is_leaf=is_quantised) if is_quantised(e)]
+    matrices = [e for e in jax.tree.leaves(plain.params) if e.ndim > 1]
+    assert [e.shape for e in packed] == [e.shape for e in matrices] and len(packed) > 3
+    assert {(e.format, e.group) for e in packed} == {("int4", 64)}
 
 
 @pytest.mark.slow
