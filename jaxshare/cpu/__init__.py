@@ -73,11 +73,14 @@ def products(
 
     def multiply() -> Sequence[Array]:
         from jaxshare.cpu.matrices.call import cpu_products
+        from jaxshare.cpu.quantised.call import cpu_quantised_products
 
+        rows = x.reshape(-1, x.shape[-1])
         plain = [each.astype(x.dtype) for each in kernels if not isinstance(each, QuantisedTensor)]
-        if len(plain) < len(kernels):
-            raise NotImplementedError("a matrix is quantised")
-        found = cpu_products(x.reshape(-1, x.shape[-1]), plain, dtype)
+        packed = [each for each in kernels if isinstance(each, QuantisedTensor)]
+        of_plain = iter(cpu_products(rows, plain, dtype) if plain else ())
+        of_packed = iter(cpu_quantised_products(rows, packed, dtype) if packed else ())
+        found = [next(of_packed if isinstance(e, QuantisedTensor) else of_plain) for e in kernels]
         return [y.reshape(*x.shape[:-1], -1) for y in found]
 
     return _served(implementation, multiply)
@@ -93,12 +96,10 @@ def expert_products(
     """Multiplies rows with the matrices of their experts as `cpu_expert_products` does."""
 
     def multiply() -> Sequence[Array]:
-        from jaxshare.cpu.matrices.experts import cpu_expert_products
+        from jaxshare.cpu.experts.call import cpu_expert_products
 
-        plain = [each.astype(x.dtype) for each in kernels if not isinstance(each, QuantisedTensor)]
-        if len(plain) < len(kernels):
-            raise NotImplementedError("a matrix is quantised")
-        return cpu_expert_products(x, expert, plain, dtype)
+        given = [e if isinstance(e, QuantisedTensor) else e.astype(x.dtype) for e in kernels]
+        return cpu_expert_products(x, expert, given, dtype)
 
     return _served(implementation, multiply)
 
