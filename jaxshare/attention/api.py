@@ -13,6 +13,7 @@ from jaxshare.attention.plan import Plan
 from jaxshare.attention.reference import reference_attention
 from jaxshare.attention.xla import xla_attention
 from jaxshare.pallas.device import current_device
+from jaxshare.quantised_cache import Arena
 
 Backend = Callable[..., Array]
 """(q, keys, values, plan, scale) -> out; softcap and sinks by name where there are any."""
@@ -66,8 +67,8 @@ def preferred() -> tuple[str, ...]:
 
 def block_attention(
     q: Float[Array, "..."],
-    keys: Float[Array, "..."],
-    values: Float[Array, "..."],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     *,
     scale: float | None = None,
@@ -84,7 +85,7 @@ def block_attention(
     Args:
       q: [R, T, H, D], not rotated; H is a multiple of K.
       keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them
-        (`KVCache.append`). Values may have a last dim of 0: a token's value is then its key
+        (`KVCache.append`); quantised where the cache approximates. Values may have a last dim of 0: a token's value is then its key
         without the rotated entries.
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
@@ -115,7 +116,7 @@ def block_attention(
     raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))
 
 
-def _check_shapes(q: Array, keys: Array, values: Array, plan: Plan) -> None:
+def _check_shapes(q: Array, keys: Arena, values: Arena, plan: Plan) -> None:
     rows, width = plan.positions.shape
     if q.ndim != 4 or q.shape[:2] != (rows, width):
         raise ValueError(

@@ -14,9 +14,11 @@ _LINE_BYTES = 64
 
 
 def write_few(shape: Shape, call: Call) -> Code:
-    """few(work, query, queries, keys, values): takes a segment into the sums of 1 to FEW queries."""
-    code = Code(call.module, call.machine, "few", [PTR, I64, I64, PTR, PTR])
-    work, query, queries, keys, values = code.args
+    """few(work, query, queries, keys, values, scales): takes a segment into the sums of 1 to FEW
+    queries."""
+    types = [PTR, I64, I64, PTR, PTR, *shape.scale_types]
+    code = Code(call.module, call.machine, "few", types)
+    work, query, queries, keys, values, *scales = code.args
     w = WORK.read_all(code, work)
     lanes = code.machine.lanes
     rounds = shape.dots_pairs(code.machine)
@@ -29,16 +31,18 @@ def write_few(shape: Shape, call: Call) -> Code:
             places = [w.queries + query * line, w.mixed + query * (shape.padded(lanes) * 4)]
             places += [each + query * 4 for each in (w.tops, w.totals, w.ends)]
             count = code.min(highest - first, TILE)
-            code.call(tile, *places, keys + start, values + start, first, count)
+            at = [each + first * 4 for each in scales]
+            code.call(tile, *places, keys + start, values + start, first, count, *at)
     code.give()
     return code
 
 
 def _write_tile(shape: Shape, call: Call, number: int) -> Code:
-    """few_tile(queries, mixed, tops, totals, ends, keys, values, first, count): takes the tokens of
-    a tile into the sums of so many queries."""
-    code = Code(call.module, call.machine, f"few_tile_{number}", [*[PTR] * 7, I64, I64])
-    queries, mixed, tops, totals, ends, keys, values, first, count = code.args
+    """few_tile(queries, mixed, tops, totals, ends, keys, values, first, count, scales): takes the
+    tokens of a tile into the sums of so many queries."""
+    types = [*[PTR] * 7, I64, I64, *shape.scale_types]
+    code = Code(call.module, call.machine, f"few_tile_{number}", types)
+    queries, mixed, tops, totals, ends, keys, values, first, count, *scales = code.args
     lanes = code.machine.lanes
     tile = (_PairTile if shape.dots_pairs(code.machine) else _FewTile)(shape, code, number)
     scores, weights = (code.array(F32, number * TILE) for _ in range(2))
@@ -61,7 +65,7 @@ def _write_tile(shape: Shape, call: Call, number: int) -> Code:
             products = code.load(scores + (i * TILE + p) * 4, F32, lanes)
             found.append(code.select(seen, products, -math.inf))
         is_short = shape.cache != "float32"
-        power, keep = write_softmax(code, found, tops + i * 4, totals + i * 4, is_short)
+        power, keep = write_softmax(code, found, tops + i * 4, totals + i * 4, is_short, scales)
         for p, part in enumerate(power):
             tile.store_weights(part, weights, i * TILE + p * lanes)
         keeps.append(code.splat(keep, lanes))

@@ -5,9 +5,10 @@ import math
 from typing import Any
 
 from jaxshare.cpu.attention.amx_tiles import write_amx_tiles
+from jaxshare.cpu.attention.codes import widened_segment
 from jaxshare.cpu.attention.few_queries import write_few
 from jaxshare.cpu.attention.pair_tiles import write_pair_tiles
-from jaxshare.cpu.attention.tiles import write_tiles
+from jaxshare.cpu.attention.tiles import seen_of, write_tiles
 from jaxshare.cpu.attention.work import (
     FEW,
     ITEM,
@@ -17,7 +18,7 @@ from jaxshare.cpu.attention.work import (
     queries_at_once,
     rounded,
 )
-from jaxshare.cpu.ir import BYTES, F32, I32, I64, PTR, Code, Val
+from jaxshare.cpu.ir import BYTES, F32, I32, I64, PTR, VOID, Code, Val
 from jaxshare.cpu.runtime import Call, begin_task
 
 _LOG2_E = math.log2(math.e)
@@ -38,12 +39,18 @@ def write_piece(shape: Shape, call: Call) -> Code:
     query = kv_head * w.num_queries + item.query
     count = item.readers * w.width * w.group
     start = kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
-    keys, values = (each + start * shape.token_bytes for each in (w.keys, w.values))
     is_few = count <= FEW
     for condition, queries, read in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
         with code.where(condition):
             code.call(queries, work, kv_head, query, item.first, item.reader, item.readers)
-            code.call(read, work, query, count, keys, values)
+            if not shape.codes:
+                keys, values = (each + start * shape.token_bytes for each in (w.keys, w.values))
+                code.call(read, work, query, count, keys, values)
+                continue
+            _, tokens = seen_of(code, w, query, count)
+            segment = widened_segment(shape, code, w, start, tokens)
+            code.call(read, work, query, count, *segment)
+            code.external("free", VOID, segment[0])
     code.give()
     return code
 
