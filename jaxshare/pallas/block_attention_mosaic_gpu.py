@@ -22,6 +22,8 @@ from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
 from jaxshare.pallas.scores import query_scale
 from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, MosaicTiles, choose_mosaic
 from jaxshare.pallas.work_items import Work, make_work
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 from jaxshare.rope import rotate
 
 _SPAN = 2 * WARPGROUP
@@ -69,7 +71,7 @@ def mosaic_gpu_attention(
     )
 
 
-def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
+def _check(device: Device | None, keys: Arena, dim: int, group: int) -> None:
     if device is None:
         raise NotImplementedError(
             f"it runs on NVIDIA GPUs of compute capability 9.0, and this is {jax.default_backend()}"
@@ -80,6 +82,8 @@ def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
             f"it runs on GPUs of compute capability 9.0, and {device.kind} has "
             f"{device.capability / 10}"
         )
+    if isinstance(keys, QuantisedTensor):
+        raise NotImplementedError("its products take keys and values as they are, not as codes")
     if keys.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"the cache must be bfloat16 or float16, not {keys.dtype}")
     if dim not in HEAD_DIMS:

@@ -24,15 +24,18 @@ from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.scores import capped, query_scale
 from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, TritonTiles, choose_triton
 from jaxshare.pallas.work_items import Work, make_work, partial_row
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena, approximation
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MIN_CAPABILITY = 80
+_MIN_CAPABILITY_OF_FP8 = 89
 
 
 def triton_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
@@ -42,7 +45,8 @@ def triton_attention(
 
     The queries come not rotated; the result has their dtype. They are rotated in float32 and
     rounded to the cache's dtype; scores, weights and sums are float32, weights rounded to the
-    cache's dtype for their product with the values.
+    cache's dtype for their product with the values. Codes of quantised keys and values are exact in
+    that dtype, and their scales are factors of scores and weights.
 
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
@@ -73,7 +77,7 @@ def triton_attention(
     )
 
 
-def _supported_device(q: Array, keys: Array, values: Array) -> Device:
+def _supported_device(q: Array, keys: Arena, values: Arena) -> Device:
     """The GPU to run on.
 
     Raises:
@@ -97,6 +101,8 @@ def _supported_device(q: Array, keys: Array, values: Array) -> Device:
         raise NotImplementedError(
             f"keys and values must be of one dtype; these are {keys.dtype} and {values.dtype}"
         )
+    if approximation(keys) == "fp8" and device.capability < _MIN_CAPABILITY_OF_FP8:
+        raise NotImplementedError("it converts fp8 on GPUs from compute capability 8.9")
     if q.shape[3] not in HEAD_DIMS:
         raise NotImplementedError(
             f"its head dims are {', '.join(map(str, HEAD_DIMS))}; this one is {q.shape[3]}"
@@ -116,8 +122,8 @@ def _supported_device(q: Array, keys: Array, values: Array) -> Device:
 
 def _pieces(
     q: Array,
-    keys: Array,
-    values: Array,
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     work: Work,
     scale: float,
@@ -135,6 +141,9 @@ def _pieces(
 
     rows, width, heads, dim = q.shape
     pairs = plan.query_cos.shape[-1]
+    arenas, scales = [keys, values], []
+    if isinstance(keys, QuantisedTensor) and isinstance(values, QuantisedTensor):
+        arenas, scales = [keys.codes, values.codes], [keys.scales[..., 0], values.scales[..., 0]]
     # A kernel takes no empty arrays: without rotation it gets two that it does not read.
     tables = [
         x.reshape(-1, pairs) if pairs else jnp.zeros((1, 1))
@@ -149,6 +158,7 @@ def _pieces(
             pairs=pairs,
             scale=query_scale(scale, softcap),
             softcap=softcap,
+            dtype=keys.dtype,
         ),
         out_shape=(
             jax.ShapeDtypeStruct((work.partial_rows, dim), jnp.float32),
@@ -161,8 +171,7 @@ def _pieces(
     )(
         q.reshape(rows * width, heads, dim),
         *tables,
-        keys,
-        values,
+        *arenas,
         work.items,
         work.count.reshape(1),
         work.total.reshape(1),
@@ -170,6 +179,7 @@ def _pieces(
         work.source,
         work.limits,
         *([] if work.unseen is None else [work.unseen]),
+        *scales,
     )
 
 
@@ -192,13 +202,15 @@ def _kernel(
     pairs: int,
     scale: float,
     softcap: float,
+    dtype: Any,
 ) -> None:
     """Processes one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
     int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span],
-    with a sliding window also unseen; mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
-    used. `scale` is that of `query_scale`.
+    with a sliding window also unseen; of quantised keys and values also their scales
+    float32[K, tokens]; mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the
+    static fields are used. `scale` is that of `query_scale`, `dtype` that of products.
 
     Heads whose D is no power of two are cut into parts that are: Triton has no other shapes. Loads
     go through arrays of indices, whose masks keep them inside their array.
@@ -206,7 +218,9 @@ def _kernel(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
-    *unseen_ref, mixed_ref, lse_ref = rest
+    *more, mixed_ref, lse_ref = rest
+    unseen_ref = more[: work.unseen is not None]
+    scales_ref = more[len(unseen_ref) :]
     span, tile = work.span, work.tile
     group = q_ref.shape[1] // keys_ref.shape[0]
     dim = q_ref.shape[2]
@@ -258,7 +272,7 @@ def _kernel(
                     q_ref.at[token[:, None], member, partner[None]], mask=turned, other=0.0
                 ).astype(jnp.float32)
                 x = x * cos + y * jnp.where(is_first[None], -sin, sin)
-            return (x * scale).astype(keys_ref.dtype)
+            return (x * scale).astype(dtype)
 
         turned = [rotated(run) for run in runs]
 
@@ -282,12 +296,20 @@ def _kernel(
                         if masks
                         else {}
                     )
-                    found.append(
-                        plt.load(ref.at[head, (start + index)[:, None], run.column[None]], **mask)
+                    part = plt.load(
+                        ref.at[head, (start + index)[:, None], run.column[None]], **mask
                     )
+                    found.append(part if part.dtype == dtype else _widened(part, dtype))
                 return found
 
-            scores = functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref)))
+            def scaled(x: Array, number: int) -> Array:
+                """Numbers [span, tile] times the scales of the tile's keys (0) or values (1)."""
+                if not scales_ref:
+                    return x
+                mask = {"mask": index < longest, "other": 1.0} if masked else {}
+                return x * plt.load(scales_ref[number].at[head, start + index], **mask)[None]
+
+            scores = scaled(functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref))), 0)
             scores = capped(scores, softcap)
             if masked:
                 seen = index[None] < limit[:, None]
@@ -298,8 +320,9 @@ def _kernel(
             under = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
             keep = jnp.exp2(top - under)
             weights = jnp.exp2(scores - under[:, None])
+            of_values = scaled(weights, 1).astype(dtype)
             mixed = [
-                m * keep[:, None] + _mixed(weights.astype(values_ref.dtype), v)
+                m * keep[:, None] + _mixed(of_values, v)
                 for m, v in zip(mixed, parts(values_ref), strict=True)
             ]
             return higher, weight * keep + jnp.sum(weights, axis=1), *mixed
@@ -352,6 +375,11 @@ def _runs(dim: int) -> list[_ColumnRun]:
         runs.append(_ColumnRun(start, start + jnp.arange(size), start + size > dim))
         start += size
     return runs
+
+
+def _widened(codes: Array, dtype: Any) -> Array:
+    """Codes as numbers, which the dtype has exactly."""
+    return codes.astype(jnp.float32).astype(dtype)
 
 
 def _scores(q: Array, k: Array) -> Array:
