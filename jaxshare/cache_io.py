@@ -82,7 +82,7 @@ def read(
 @functools.partial(jax.jit, static_argnames=("mesh", "repeats"), donate_argnames="arena")
 def write(
     arena: Arena,
-    new: Arena,
+    new: Arena | np.ndarray,
     index: Int32[Array | np.ndarray, " N"],
     mesh: Mesh | None,
     repeats: int = 1,

@@ -14,6 +14,7 @@ from jaxshare.arena import append_tokens
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.plan import Plan
 from jaxshare.models.decoder_layer import Layer
+from jaxshare.quantised_cache import Arena
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "implementation"))
@@ -21,11 +22,11 @@ def run_layer(
     layer: Layer,
     params: Mapping[str, Any],
     x: Float[Array, "R T M"],
-    keys: Array,
-    values: Array,
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     implementation: cpu.Implementation,
-) -> tuple[Float[Array, "R T M"], Array, Array]:
+) -> tuple[Float[Array, "R T M"], Arena, Arena]:
     """One layer of a pass: its output, and its arenas with the new tokens.
 
     Layers of one form have the same shapes, so that all of them are traced once.

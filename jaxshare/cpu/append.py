@@ -10,7 +10,6 @@ from jaxtyping import Float
 
 from jaxshare.cpu.ir import BYTES, F32, FORMATS, I64, NAMES, Code, Record, Val, ir
 from jaxshare.cpu.runtime import Call, begin_task, register, served_dtypes
-from jaxshare.quantised import QuantisedTensor
 
 _KEYS, _VALUES, _K, _V, _COS, _SIN, _WRITE_AT, _COUNT = range(8)
 """The arguments of a call."""
@@ -35,8 +34,6 @@ def cpu_append(
       NotImplementedError: a dtype that there is no kernel for, or tokens that are spread over
         devices.
     """
-    if isinstance(keys, QuantisedTensor):
-        raise NotImplementedError("keys are quantised")
     if plan.token_sharding.axis is not None:
         raise NotImplementedError("tokens are spread over devices")
     dtypes = served_dtypes(k.dtype, keys.dtype)

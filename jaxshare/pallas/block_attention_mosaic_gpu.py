@@ -31,8 +31,8 @@ _SPAN = 2 * WARPGROUP
 
 def mosaic_gpu_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
@@ -45,6 +45,8 @@ def mosaic_gpu_attention(
     Raises:
       NotImplementedError: a device, dtype or shape that the kernel does not support.
     """
+    if isinstance(keys, QuantisedTensor) or isinstance(values, QuantisedTensor):
+        raise NotImplementedError("its products take keys and values as they are, not as codes")
     if not values.shape[2]:
         raise NotImplementedError("values are a part of keys")
     device = current_device()
@@ -71,7 +73,7 @@ def mosaic_gpu_attention(
     )
 
 
-def _check(device: Device | None, keys: Arena, dim: int, group: int) -> None:
+def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
     if device is None:
         raise NotImplementedError(
             f"it runs on NVIDIA GPUs of compute capability 9.0, and this is {jax.default_backend()}"
@@ -82,8 +84,6 @@ def _check(device: Device | None, keys: Arena, dim: int, group: int) -> None:
             f"it runs on GPUs of compute capability 9.0, and {device.kind} has "
             f"{device.capability / 10}"
         )
-    if isinstance(keys, QuantisedTensor):
-        raise NotImplementedError("its products take keys and values as they are, not as codes")
     if keys.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"the cache must be bfloat16 or float16, not {keys.dtype}")
     if dim not in HEAD_DIMS:

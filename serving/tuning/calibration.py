@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
 from jaxshare.models import LoadedModel
-from jaxshare.quantised_cache import as_stored
+from jaxshare.quantised_cache import Arena, as_stored
 from jaxshare.serving.inputs import cache_dtype
 from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE, SHARED_TILE, Costs
 
@@ -133,7 +133,7 @@ def _attention(model: LoadedModel, rows: int, prefix: int, shared: bool) -> Call
     q = jax.random.normal(key, (rows, 1, config.num_heads, config.head_dim)).astype(dtype)
 
     @jax.jit
-    def attend(q: Array, keys: Array, values: Array, plan: Plan) -> Array:
+    def attend(q: Array, keys: Arena, values: Arena, plan: Plan) -> Array:
         return block_attention(q, keys, values, plan)
 
     def call() -> Array:
