@@ -292,7 +292,10 @@ def _kernel(
                         (run.column < dim)[None]
                     ] * run.padded
                     mask = (
-                        {"mask": functools.reduce(jnp.logical_and, masks), "other": 0.0}
+                        {
+                            "mask": functools.reduce(jnp.logical_and, masks),
+                            "other": jnp.zeros((), ref.dtype),
+                        }
                         if masks
                         else {}
                     )
