@@ -8,7 +8,7 @@ from jaxshare.cpu.attention.amx_tiles import write_amx_tiles
 from jaxshare.cpu.attention.codes import widened_segment
 from jaxshare.cpu.attention.few_queries import write_few
 from jaxshare.cpu.attention.pair_tiles import write_pair_tiles
-from jaxshare.cpu.attention.tiles import seen_of, write_tiles
+from jaxshare.cpu.attention.tiles import write_tiles
 from jaxshare.cpu.attention.work import (
     FEW,
     ITEM,
@@ -38,21 +38,41 @@ def write_piece(shape: Shape, call: Call) -> Code:
     kv_head = index % w.kv_heads
     query = kv_head * w.num_queries + item.query
     count = item.readers * w.width * w.group
-    start = kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
     is_few = count <= FEW
-    for condition, queries, read in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
-        with code.where(condition):
-            code.call(queries, work, kv_head, query, item.first, item.reader, item.readers)
-            if not shape.codes:
-                keys, values = (each + start * shape.token_bytes for each in (w.keys, w.values))
-                code.call(read, work, query, count, keys, values)
-                continue
-            _, tokens = seen_of(code, w, query, count)
-            segment = widened_segment(shape, code, w, start, tokens)
-            code.call(read, work, query, count, *segment)
-            code.external("free", VOID, segment[0])
+    prepared = kv_head, query, item.first, item.reader, item.readers
+    if shape.codes:
+        start = _start(code, w, item, kv_head)
+        for condition, first, read in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
+            with code.where(condition):
+                code.call(first, work, *prepared)
+                segment = widened_segment(shape, code, w, start, item.tokens)
+                code.call(read, work, query, count, *segment)
+                code.external("free", VOID, segment[0])
+        code.give()
+        return code
+    keys, values = _places(shape, code, w, item, kv_head)
+    after = code.min(index + 1, w.num_items * w.kv_heads - 1)
+    following = ITEM.read_all(code, w.items + after // w.kv_heads * ITEM.bytes)
+    ahead = *_places(shape, code, w, following, after % w.kv_heads), following.tokens
+    with code.where(is_few):
+        code.call(prepare, work, *prepared)
+        code.call(few, work, query, count, keys, values, *ahead)
+    with code.where(count > FEW):
+        code.call(prepare_many, work, *prepared)
+        code.call(many, work, query, count, keys, values)
     code.give()
     return code
+
+
+def _places(shape: Shape, code: Code, w: Any, item: Any, kv_head: Val) -> tuple[Val, Val]:
+    """Where the keys and the values of a segment begin, for one kv head."""
+    start = _start(code, w, item, kv_head)
+    return w.keys + start * shape.token_bytes, w.values + start * shape.token_bytes
+
+
+def _start(code: Code, w: Any, item: Any, kv_head: Val) -> Val:
+    """The first token of a segment, for one kv head, counted over all of the arena's."""
+    return kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
 
 
 def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:

@@ -145,7 +145,7 @@ def _write_block(shape: Shape, call: Call) -> Code:
 
 
 def write_softmax(
-    code: Code, scores: list[Val], top: Val, total: Val, is_short: bool, scales: Sequence[Val]
+    code: Code, scores: list[Val], top: Val, total: Val, is_short: bool, scales: Sequence[Val] = ()
 ) -> tuple[list[Val], Val]:
     """Takes scores into a query's running softmax, whose largest score and total are in memory.
 
