@@ -58,6 +58,7 @@ from jaxshare.models.tensor_parallel import (
 )
 from jaxshare.models.tokenizer_files import read_tokenizer, tried
 from jaxshare.quantised import is_quantised
+from jaxshare.quantised_cache import check_approximation
 from jaxshare.sharding import DATA, axis_size, data_groups
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class LoadedModel:
       kv_repeats: the number of times `config` has each kv head of the checkpoint, because there are
         more devices than kv heads.
       name: the folder or hub id it was loaded from; "" for a model that was not loaded.
+      approximate_kv: the format, "int8" or "fp8", in which caches of the model keep keys and values,
+        so that its results are approximate; None for exact ones.
     """
 
     config: ModelConfig
@@ -104,6 +107,10 @@ class LoadedModel:
     mesh: Mesh | None = None
     kv_repeats: int = 1
     name: str = ""
+    approximate_kv: str | None = None
+
+    def __post_init__(self):
+        check_approximation("approximate_kv", self.approximate_kv)
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
@@ -112,7 +119,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of plain parameters, and of cached keys and values."""
+        """The dtype of plain parameters, and of cached keys and values where these are exact."""
         return jax.tree.leaves(self.params, is_leaf=is_quantised)[0].dtype
 
     @property
@@ -228,6 +235,7 @@ def load(
     mesh: Mesh | None = None,
     *,
     check: bool | None = None,
+    approximate_kv: str | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint in Hugging Face form, in the Orbax form that `jaxshare convert` writes, or a
     GGUF file. Switches on the persistent compilation cache (`jaxshare.compile_cache`).
@@ -243,6 +251,8 @@ def load(
         have; no device ever holds more.
       check: refuse parameters that are NaN or infinite. None is True, or False where the
         environment variable JAXSHARE_CHECK_WEIGHTS is "off".
+      approximate_kv: "int8" or "fp8" for caches that keep keys and values as codes of eight bits, in
+        about half the memory of bfloat16. Results are then approximate. None for exact ones.
 
     Raises:
       FileNotFoundError: no such folder, or a required file is missing.
@@ -250,9 +260,10 @@ def load(
         JSON object.
       ImportError: a GGUF file, without the package that reads it.
       CheckpointError: weights that are truncated, corrupt, not those of the model or not finite.
-      ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not
-        divide over the mesh.
+      ValueError: an unknown dtype or approximation, a tokenizer that cannot be read, or heads or MLP
+        that do not divide over the mesh.
     """
+    check_approximation("approximate_kv", approximate_kv)
     compile_cache.enable()
     target_dtype = None if dtype is None else _dtype(dtype)
     check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
@@ -275,6 +286,7 @@ def load(
         mesh,
         fitted.num_kv_heads // config.num_kv_heads,
         os.fspath(path),
+        approximate_kv,
     )
 
 
