@@ -329,7 +329,7 @@ class Decoding:
 
 def decoding(
     step: Step,
-    backend: str,
+    backend: str | tuple[str, ...],
     config: ModelConfig = MODEL,
     history: int = HISTORY,
     mesh: Mesh | None = None,
@@ -360,9 +360,9 @@ def decoding(
             model, params, dataclasses.replace(rest, cache=cache), passes=16, width=step.width
         )
 
-    arena = cache.keys[0]
-    elements = arena.size if mesh is None else arena.size // mesh.devices.size
-    layer = 2 * elements * arena.dtype.itemsize
+    arena, spread = cache.keys[0], 1 if mesh is None else mesh.devices.size
+    elements = arena.size // spread
+    layer = (arena.size + cache.values[0].size) // spread * arena.dtype.itemsize
     return Decoding(
         run,
         (params, cache, rest),
@@ -375,7 +375,7 @@ def decoding(
 
 
 def _model(
-    config: ModelConfig, backend: str, mesh: Mesh | None
+    config: ModelConfig, backend: str | tuple[str, ...], mesh: Mesh | None
 ) -> tuple[Decoder | ShardedDecoder, Any]:
     """(the model, the shapes of its parameters), as they lie on a mesh if there is one."""
     if mesh is not None:
