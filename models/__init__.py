@@ -9,7 +9,7 @@ from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
 from jaxshare.models.loading import EMBEDDED, LoadedModel, load, outline
 from jaxshare.models.reencoding import reencode, reencode_logits
-from jaxshare.models.safetensors_io import CheckpointError
+from jaxshare.models.safetensors_files import CheckpointError
 
 __all__ = [
     "EMBEDDED",

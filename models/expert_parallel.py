@@ -105,7 +105,7 @@ class TokenShare:
         per_device = moe.num_experts // self.devices
         chosen = (every // per_device).reshape(self.devices, self.size, -1)
         needed = jnp.any(chosen[..., None] == jnp.arange(self.devices), axis=2)  # [E, S, E]
-        message = _Message.between(needed, self._room(moe))
+        message = _TokenMessage.between(needed, self._room(moe))
         rows = message.sent(x)
         part = compute(rows.reshape(-1, x.shape[-1]), every, weights)
         return jnp.sum(message.returned(part.reshape(rows.shape)), axis=0)
@@ -118,7 +118,7 @@ class TokenShare:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Message:
+class _TokenMessage:
     """The messages between devices: some places of each pair's tokens, or all.
 
     Attributes:
@@ -131,7 +131,7 @@ class _Message:
     fits: Array | None
 
     @classmethod
-    def between(cls, needed: Array, room: int) -> "_Message":
+    def between(cls, needed: Array, room: int) -> "_TokenMessage":
         """Arranges messages.
 
         Args:

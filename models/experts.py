@@ -125,7 +125,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def _once(x: Array, axis: Axis | None) -> Array:
-    """What all devices of an axis have, to be added by one of them in a sum over it."""
+    """Gives one device of an axis what all of them have, and the others 0, for a sum over it."""
     return x if axis is None else jnp.where(jax.lax.axis_index(axis) == 0, x, 0)
 
 

@@ -323,6 +323,15 @@ def shard_param(
     names, mesh = module.names(path), module.mesh
     if not isinstance(value, QuantisedTensor):
         return shard_array(value, names, mesh)
+    check_split(value, path, module)
+    return jax.tree.map_with_path(
+        lambda keys, leaf: shard_array(leaf, names_of_array(names, keys, leaf), mesh), value
+    )
+
+
+def check_split(value: QuantisedTensor, path: ParamPath, module: ShardedDecoder) -> None:
+    """Raises ValueError if the groups of a quantised parameter do not divide over the devices."""
+    names, mesh = module.names(path), module.mesh
     last = names[-1] if len(names) == value.ndim else None
     split = axis_size(mesh, sharding.RULES[last]) if last else 1
     groups, bits = value.scales.shape[-1], value.code_format.bits
@@ -332,9 +341,6 @@ def shard_param(
             f"{'/'.join(path)} is quantised with {has}, which cannot be split over {split} devices; "
             "use fewer, or a checkpoint whose groups divide over them"
         )
-    return jax.tree.map_with_path(
-        lambda keys, leaf: shard_array(leaf, names_of_array(names, keys, leaf), mesh), value
-    )
 
 
 def params_on(params: Params, mesh: Mesh) -> dict[str, Any]:

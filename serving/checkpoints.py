@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshare.models.config_fields import first_line
-from jaxshare.models.orbax_io import root_cause, waiting_for_reads
+from jaxshare.models.orbax_reading import root_cause, waiting_for_reads
 from jaxshare.paths import make_folder, reason, sync_folder
 from jaxshare.serving import checksums
 from jaxshare.serving.errors import TooLongError
