@@ -210,17 +210,19 @@ def run(options: argparse.Namespace) -> int:
         if pool is not None:
             serve_replicas.run(options, pool, engine, settings, listening, on_start)
             return 0
-        mesh = process_mesh.mesh_of(options)
-        model = models.load(
-            options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
-        )
-        model = shortened(model, options.max_model_len)
-        with Engine(model, **engine) as made:
+        with Engine(_model_of(options), **engine) as made:
             server = DrainingServer(Service(made, settings, files), listening)
             server.on_start = on_start
             server.on_warm = _settle
             server.serve_until_told(warm_up=not options.no_warm_up)
     return 0
+
+
+def _model_of(options: argparse.Namespace) -> models.LoadedModel:
+    """The model that the options name."""
+    mesh, approximate = process_mesh.mesh_of(options), options.approximate_kv
+    model = models.load(options.model, dtype=options.dtype, mesh=mesh, approximate_kv=approximate)
+    return shortened(model, options.max_model_len)
 
 
 def _engine_arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _write_outputs(call: Call, codes: Codes, result: ir.Type) -> Code:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """What the numbers of a group are made with: single numbers of float32."""
+    """The zero, scale and offset of the numbers of a group, as single float32."""
 
     scale: Val
     zero: Val | None
