@@ -188,7 +188,7 @@ class Bench:
 
 
 def goals(report: Mapping[str, Any]) -> list[Goal]:
-    """What each model's batches are held against."""
+    """The goals of each model's batches."""
     found = []
     for model, results in report["results"].items():
         for r in results:
