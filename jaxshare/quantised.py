@@ -144,6 +144,19 @@ class QuantisedTensor:
         Args:
           name: of the tensor, for the message.
         """
+        self.check_shapes(name)
+        values = np.asarray(self.scales).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise ValueError(f"{name} has scales that are NaN or infinite")
+        if not values.all():
+            raise ValueError(f"{name} has scales that are zero")
+
+    def check_shapes(self, name: str) -> None:
+        """Raises ValueError if arrays do not fit together; looks at their shapes and dtypes alone.
+
+        Args:
+          name: of the tensor, for the message.
+        """
         if self.format not in FORMATS:
             raise ValueError(
                 f"{name} is quantised as {self.format}, which is not known; known are "
@@ -179,11 +192,6 @@ class QuantisedTensor:
             raise ValueError(
                 f"{name} has an order of shape {self.order.shape}, but {inputs} inputs"
             )
-        values = np.asarray(scales).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise ValueError(f"{name} has scales that are NaN or infinite")
-        if not values.all():
-            raise ValueError(f"{name} has scales that are zero")
 
     def map_rows(self, function: Callable[[Any], Any]) -> "QuantisedTensor":
         """Applies a function of arrays [..., O, _] that leaves their last axis alone to each."""

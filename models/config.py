@@ -27,6 +27,7 @@ from jaxshare.models.config_fields import Family, Fields, read_json
 from jaxshare.models.layer_types import same_everywhere
 from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
+from jaxshare.models.quantisation.settings import read_quantisation
 from jaxshare.models.rope_config import read_rope
 from jaxshare.rope import Rope
 
@@ -412,6 +413,8 @@ def _text(fields: Fields, family: Family) -> Fields:
     values = {**family.text_defaults, **fields.take("text_config", dict)}
     if (tied := fields.take("tie_word_embeddings", bool, None)) is not None:
         values.setdefault("tie_word_embeddings", tied)
+    if (quantised := fields.take("quantization_config", dict, None)) is not None:
+        values.setdefault("quantization_config", quantised)
     fields.finish(_NO_EFFECT | _OF_IMAGES)
     text = Fields(values, fields.source, "text_config.")
     if text.take("model_type", str, family.text_type) != family.text_type:
@@ -432,9 +435,4 @@ def _check_fixed(
         raise fields.error("is_causal", "only causal models are supported")
     if "windows" not in specific:
         same_everywhere(fields, num_layers, None)
-    quantized = fields.take("quantization_config", dict, None) or {}
-    if quantized and quantized.get("quant_method") not in family.quantizations:
-        raise fields.error(
-            "quantization_config",
-            "quantized weights are not supported: use a checkpoint in bfloat16 or float16",
-        )
+    read_quantisation(fields, family.quantizations)

@@ -142,7 +142,8 @@ class Family:
       tied_by_default: files without tie_word_embeddings have no head of their own.
       stacks_experts: checkpoints have the matrices of all experts of a layer in one tensor,
         transposed, gate and up in turns (gpt-oss).
-      quantizations: the methods of quantization_config whose weights are read, as plain numbers.
+      quantizations: the methods of quantization_config whose weights are read without settings, as
+        plain numbers. All families have those of `jaxshare.models.quantisation` beside them.
       read_ropes: reads the rotation as `read_rope` does, which is the default; it may return
         layer_ropes.
       text_type: the `model_type` of text_config, in checkpoints of texts and images, whose language

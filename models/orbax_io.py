@@ -6,15 +6,12 @@ each, so a model that no host could hold can be restored. A folder is written un
 and renamed at the end, so that it is never incomplete.
 """
 
-import asyncio
-import contextlib
 import errno
 import json
 import os
 import re
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,26 +26,31 @@ from safetensors.numpy import save_file
 
 from jaxshare import paths, sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.config_fields import first_line, read_json
-from jaxshare.models.safetensors_io import (
-    INDEX,
-    SINGLE,
-    CheckpointError,
-    match_tensors,
-    nested,
-    not_finite,
-    read_tensors,
-    stored_tensors,
-)
+from jaxshare.models.config_fields import read_json
+from jaxshare.models.orbax_reading import root_cause, waiting_for_reads
+from jaxshare.models.quantisation.saved import as_saved, parameters_of, restored
+from jaxshare.models.quantisation.settings import quantisation_of
+from jaxshare.models.safetensors_files import INDEX, SINGLE, CheckpointError, stored_tensors
+from jaxshare.models.safetensors_io import match_tensors, nested, not_finite, read_tensors
 from jaxshare.models.tensor_names import (
     ExpectedTensor,
+    Parameter,
     expected_tensors,
     kept_dtype,
     taken_apart,
     tensor_name,
 )
-from jaxshare.models.tensor_parallel import ShardedDecoder, fit, fit_params, repeats
+from jaxshare.models.tensor_parallel import (
+    ShardedDecoder,
+    check_split,
+    fit,
+    fit_params,
+    names_of_array,
+    param_path,
+    repeats,
+)
 from jaxshare.pallas.device import default_device
+from jaxshare.quantised import QuantisedTensor, is_quantised
 
 PARAMS = "params"
 _MAX_SHARD_BYTES = 5 * 10**9
@@ -74,7 +76,7 @@ def is_checkpoint(folder: Path) -> bool:
 def convert(source: Path, target: Path) -> dict[str, Any]:
     """Converts a model from Hugging Face form to Orbax form, or back.
 
-    Every tensor keeps its dtype and its bits.
+    Every tensor keeps its dtype and its bits, and quantised ones stay quantised in Orbax form.
 
     Args:
       source: a folder in either form.
@@ -85,7 +87,8 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError, CheckpointError: see `load`.
-      ValueError: a target that exists, or a folder that cannot be made for it.
+      ValueError: a target that exists, or a folder that cannot be made for it; or quantised
+        parameters in Orbax form, for which there is no Hugging Face form.
       WriteError: the target cannot be written; nothing of it is left.
     """
     if target.exists():
@@ -97,7 +100,8 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
         )
     config = ModelConfig.from_json(source)
     from_orbax = is_checkpoint(source)
-    tensors = _read_orbax(source, config) if from_orbax else _read_safetensors(source, config)
+    read = _read_orbax if from_orbax else _read_safetensors
+    tensors: Iterator[tuple[str, Any]] = read(source, config)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -155,10 +159,10 @@ def _umask() -> int:
     return mask
 
 
-def _read_safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+def _read_safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Parameter]]:
     """Reads (name, value) of each parameter of a folder in Hugging Face form."""
     stored = stored_tensors(folder)
-    return read_tensors(stored, match_tensors(config, stored, folder))
+    return read_tensors(stored, match_tensors(config, stored, folder, quantisation_of(folder)))
 
 
 def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -167,18 +171,26 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
 
     Raises:
       CheckpointError: data that cannot be read.
+      ValueError: quantised parameters.
     """
     import orbax.checkpoint as ocp  # here, because it takes seconds
 
     expected = expected_tensors(config)
     stored = match_metadata(folder, expected)
+    for path, parameter in stored.items():
+        if is_quantised(parameter):
+            raise ValueError(
+                f"{'/'.join(path)} in {folder} is quantised ({parameter.format}), and quantised "
+                "parameters are not written in Hugging Face form; use the checkpoint that it was "
+                "converted from"
+            )
     cpu = SingleDeviceSharding(jax.devices("cpu")[0])
     with ocp.PyTreeCheckpointer() as checkpointer:
 
         def value(name: str) -> np.ndarray:
             # Given a tree with one leaf, Orbax reads that leaf alone.
             path, shape = expected[name].path, expected[name].shape
-            leaf = nested({path: jax.ShapeDtypeStruct(shape, stored[path], sharding=cpu)})
+            leaf = nested({path: jax.ShapeDtypeStruct(shape, stored[path].dtype, sharding=cpu)})
             arguments = jax.tree.map(
                 lambda x: ocp.ArrayRestoreArgs(sharding=cpu, global_shape=x.shape, dtype=x.dtype),
                 leaf,
@@ -202,7 +214,7 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
 
 
 def _write_orbax(
-    folder: Path, tensors: Iterator[tuple[str, np.ndarray]], config: ModelConfig
+    folder: Path, tensors: Iterator[tuple[str, Parameter]], config: ModelConfig
 ) -> list[int]:
     """Writes all tensors; returns the bytes of each."""
     import orbax.checkpoint as ocp
@@ -211,7 +223,8 @@ def _write_orbax(
     values = {expected[name].path: value for name, value in tensors}
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save((folder / PARAMS).resolve(), nested(values))
+            saved = {path: as_saved(value) for path, value in values.items()}
+            checkpointer.save((folder / PARAMS).resolve(), nested(saved))
             checkpointer.wait_until_finished()
     except Exception as error:  # many types, most often of a full disk
         raise ValueError(
@@ -257,8 +270,12 @@ def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) 
 
 def match_metadata(
     folder: Path, expected: Mapping[str, ExpectedTensor]
-) -> dict[tuple[str, ...], jnp.dtype]:
-    """Checks a checkpoint's metadata against the model, and returns each parameter's dtype by path.
+) -> dict[tuple[str, ...], Any]:
+    """Checks a checkpoint's metadata against the model.
+
+    Returns:
+      The parameters by their paths: anything with a shape and a dtype, or a quantised tensor whose
+      arrays are such.
 
     Raises:
       CheckpointError: it cannot be read, or its parameters are not those of the model; lists all
@@ -274,21 +291,23 @@ def match_metadata(
                 tuple(str(getattr(key, "key", key)) for key in keys): leaf
                 for keys, leaf in jax.tree.leaves_with_path(getattr(tree, "tree", tree))
             }
-            shapes = {path: (tuple(leaf.shape), leaf.dtype) for path, leaf in stored.items()}
+            leaves = {
+                path: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
+                for path, leaf in stored.items()
+            }
+            found, problems = parameters_of(leaves)
     except Exception as error:  # many types, from a missing file to a format this Orbax rejects
         raise CheckpointError(
             f"{folder / PARAMS} is not a complete Orbax checkpoint ({root_cause(error)}); convert "
             "the model again"
         ) from error
-    expected_shapes = {tensor.path: tensor.shape for tensor in expected.values()}
-    problems = [f"{'/'.join(path)} is missing" for path in expected_shapes.keys() - shapes.keys()]
+    shapes = {tensor.path: tensor.shape for tensor in expected.values()}
+    problems += [f"{'/'.join(path)} is missing" for path in shapes.keys() - found.keys()]
+    problems += [f"{'/'.join(path)} is unexpected" for path in found.keys() - shapes.keys()]
     problems += [
-        f"{'/'.join(path)} is unexpected_shapes" for path in shapes.keys() - expected_shapes.keys()
-    ]
-    problems += [
-        f"{'/'.join(path)} has shape {shapes[path][0]}, not {expected_shapes[path]}"
-        for path in expected_shapes.keys() & shapes.keys()
-        if shapes[path][0] != expected_shapes[path]
+        f"{'/'.join(path)} has shape {found[path].shape}, not {shapes[path]}"
+        for path in shapes.keys() & found.keys()
+        if found[path].shape != shapes[path]
     ]
     if problems:
         raise CheckpointError(
@@ -296,13 +315,13 @@ def match_metadata(
             f"{'; '.join(sorted(problems))}; they are of another architecture: convert the model "
             "again"
         )
-    return {path: jnp.dtype(dtype) for path, (_, dtype) in shapes.items()}
+    return found
 
 
 def restore_params(
     folder: Path,
     config: ModelConfig,
-    expected: Mapping[str, ExpectedTensor],
+    parameters: Mapping[tuple[str, ...], Any],
     dtype: jnp.dtype,
     mesh: Mesh | None,
     check: bool = True,
@@ -311,106 +330,108 @@ def restore_params(
 
     Args:
       folder, config: the checkpoint in Orbax form, and the whole model.
-      expected, dtype: its parameters, checked by `match_metadata`, and their dtype in the result.
+      parameters: from `match_metadata`.
+      dtype: of the parameters in the result; quantised ones stand for numbers of it.
       mesh: the devices; None for the default device.
       check: refuse what is not finite.
 
     Raises:
       CheckpointError: data that cannot be read, or a tensor that is not finite.
+      ValueError: the groups of a quantised one do not divide over the devices.
     """
     import orbax.checkpoint as ocp
 
     module = None if mesh is None else ShardedDecoder(fit(config, mesh), mesh)
 
-    def initial_sharding(path: tuple[str, ...]) -> Sharding:
-        if module is None:
-            return SingleDeviceSharding(default_device())
-        if repeats(path, config, module.mesh) > 1:  # replicated until its heads are repeated
-            return NamedSharding(module.mesh, PartitionSpec())
-        return sharding.sharding(module.mesh, module.names(path))
-
-    def form(tensor: ExpectedTensor) -> jax.ShapeDtypeStruct:
-        kept = kept_dtype(tensor.path, dtype)
-        return jax.ShapeDtypeStruct(tensor.shape, kept, sharding=initial_sharding(tensor.path))
-
-    target = nested({tensor.path: form(tensor) for tensor in expected.values()})
+    target = _targets(parameters, config, dtype, module)
     try:
         with ocp.StandardCheckpointer() as checkpointer, waiting_for_reads():
-            params = checkpointer.restore((folder / PARAMS).resolve(), target)
+            tree = checkpointer.restore((folder / PARAMS).resolve(), target)
     except Exception as error:
         raise CheckpointError(
             f"{folder / PARAMS} cannot be restored ({root_cause(error)}); convert the model again"
         ) from error
+    params = nested(restored(tree, parameters, dtype))
     if check:
         _check_finite(params, folder / PARAMS, config, dtype, mesh)
     if module is None:
         return {"params": params}
 
-    def repeat_heads(keys: Any, value: jax.Array) -> jax.Array:
-        path = tuple(key.key for key in keys)
+    def repeat_heads(keys: Any, value: Any) -> Any:
+        path = param_path(keys)
         if repeats(path, config, module.mesh) == 1:
             return value
-        target = sharding.sharding(module.mesh, module.names(path))
-        return jax.jit(lambda v: fit_params(v, path, config, module.mesh), out_shardings=target)(
-            value
+        run = jax.jit(
+            lambda value: fit_params(value, path, config, module.mesh),
+            out_shardings=jax.tree.map_with_path(
+                lambda keys, leaf: _sharding(module, path, keys, leaf), value
+            ),
         )
+        return run(value)
 
-    return {"params": jax.tree.map_with_path(repeat_heads, params)}
+    return {"params": jax.tree.map_with_path(repeat_heads, params, is_leaf=is_quantised)}
+
+
+def _targets(
+    parameters: Mapping[tuple[str, ...], Any],
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    module: ShardedDecoder | None,
+) -> dict[str, Any]:
+    """The tree of arrays to restore, with their dtypes and devices. Parameters whose heads will be
+    repeated are on all devices until then."""
+
+    def placed(path: tuple[str, ...], keys: Any, leaf: Any) -> Sharding:
+        if module is None:
+            return SingleDeviceSharding(default_device())
+        if repeats(path, config, module.mesh) > 1:
+            return NamedSharding(module.mesh, PartitionSpec())
+        return _sharding(module, path, keys, leaf)
+
+    def target(path: tuple[str, ...], parameter: Any) -> Any:
+        if is_quantised(parameter) and module is not None:
+            check_split(parameter, path, module)
+
+        def of_array(keys: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            kept = leaf.dtype if is_quantised(parameter) else kept_dtype(path, dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=placed(path, keys, leaf))
+
+        return as_saved(jax.tree.map_with_path(of_array, parameter))
+
+    return nested({path: target(path, parameter) for path, parameter in parameters.items()})
+
+
+def _sharding(module: ShardedDecoder, path: tuple[str, ...], keys: Any, leaf: Any) -> Sharding:
+    """The sharding of a parameter; or of an array of a quantised one, which `keys` lead to."""
+    names = module.names(path)
+    return sharding.sharding(module.mesh, names_of_array(names, keys, leaf) if keys else names)
 
 
 def _check_finite(
     params: dict[str, Any], source: Path, config: ModelConfig, dtype: Any, mesh: Mesh | None
 ) -> None:
-    """Raises CheckpointError for the first parameter that is not finite; on its devices."""
+    """Raises CheckpointError for the first parameter that is not finite, or that has scales of zero;
+    on its devices."""
     target = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    finite = jax.jit(lambda value: jnp.isfinite(value).all(), out_shardings=target)
+
+    def of_one(value: Any) -> Any:
+        if not isinstance(value, QuantisedTensor):
+            return jnp.isfinite(value).all()
+        sound = (jnp.isfinite(value.scales) & (value.scales != 0)).all()
+        is_float = jnp.issubdtype(value.codes.dtype, jnp.floating)
+        return sound & jnp.isfinite(value.codes).all() if is_float else sound
+
+    finite = jax.jit(of_one, out_shardings=target)
     # All are started before the first is waited for.
-    for keys, is_finite in jax.tree.leaves_with_path(jax.tree.map(finite, params)):
-        if not is_finite:
-            name = tensor_name(tuple(key.key for key in keys), config)
-            raise not_finite(f"{source}: {name}", dtype, dtype)
-
-
-_READ_TIMEOUT = 60.0
-"""Seconds to wait for pending reads when an event loop closes."""
-
-_patching = threading.RLock()
-"""Held while `asyncio.new_event_loop` is patched, so that each thread restores what it found."""
-
-
-class _DrainingEventLoop(asyncio.SelectorEventLoop):
-    """An event loop that waits for its pending tasks before it closes."""
-
-    def close(self) -> None:
-        tasks = set() if self.is_closed() else asyncio.all_tasks(self)
-        if tasks:
-            self.run_until_complete(asyncio.wait(tasks, timeout=_READ_TIMEOUT))
-        super().close()
-
-
-@contextlib.contextmanager
-def waiting_for_reads() -> Iterator[None]:
-    """Makes Orbax wait for its pending reads when one of them fails.
-
-    Orbax closes its event loop at the first error while other reads still run. Each of those would
-    later report an error of its own, when it ends or is garbage-collected.
-    """
-    with _patching:
-        thread, original = threading.get_ident(), asyncio.new_event_loop
-        asyncio.new_event_loop = lambda: (
-            _DrainingEventLoop() if threading.get_ident() == thread else original()
-        )
-        try:
-            yield
-        finally:
-            asyncio.new_event_loop = original
-
-
-def root_cause(error: BaseException) -> str:
-    """Returns the message of the first error in a chain.
-
-    Orbax wraps TensorStore's errors in errors that name no more than the index of an array.
-    """
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(error)
+    found = jax.tree.map(finite, params, is_leaf=is_quantised)
+    values = jax.tree.leaves(params, is_leaf=is_quantised)
+    for (keys, is_finite), value in zip(jax.tree.leaves_with_path(found), values, strict=True):
+        if is_finite:
+            continue
+        name = f"{source}: {tensor_name(param_path(keys), config)}"
+        if is_quantised(value):
+            raise CheckpointError(
+                f"{name} has scales that are zero, NaN or infinite, or codes that are NaN; convert "
+                f"the model again, or load it as it is with check=False"
+            )
+        raise not_finite(name, dtype, dtype)

@@ -18,186 +18,69 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jaxshare.models.config import FAMILIES, ModelConfig
-from jaxshare.models.config_fields import cut, first_line, read_json
+from jaxshare.models.quantisation.matching import Quantisation
+from jaxshare.models.safetensors_files import (
+    MAX_PROBLEMS,
+    CheckpointError,
+    StoredTensor,
+    opened,
+)
 from jaxshare.models.tensor_names import (
     ExpectedTensor,
+    Parameter,
     Part,
     as_stored,
     assembled,
     expected_tensors,
     kept_dtype,
     prefix_of,
-    stored_shapes,
+    stored_arrays,
 )
+from jaxshare.quantised import QuantisedTensor
 
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 CHECK_VARIABLE = "JAXSHARE_CHECK_WEIGHTS"
 """The environment variable that is "off" where parameters may be NaN or infinite."""
-_MAX_PROBLEMS = 100
-"""The most tensors that an error lists."""
-_PROGRESS_BYTES = 2**30
+PROGRESS_BYTES = 2**30
 """Reading this much takes long enough for a progress bar."""
 
 
-class CheckpointError(ValueError):
-    """A weights file cannot be read, or its tensors do not fit the model; the message lists them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file, with its shape and dtype as safetensors names them."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a checkpoint folder, by name, from the headers of its files alone.
-
-    Raises:
-      FileNotFoundError: no safetensors in the folder, or a shard of the index is missing.
-      CheckpointError: a file that is truncated or corrupt, or an index that does not match its
-        shards.
-    """
-    if (folder / SINGLE).is_file():
-        return _read_header(folder / SINGLE)
-    if (folder / INDEX).is_file():
-        return _read_index(folder)
-    others = sorted(
-        p.name
-        for p in folder.iterdir()
-        if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".gguf")
-    )
-    pickled = [name for name in others if not name.endswith((".safetensors", ".gguf"))]
-    advice = (
-        "pickled weights are never loaded, because they can run code: convert them to safetensors"
-        if pickled
-        else f"weights are read from {SINGLE}, or from shards that {INDEX} lists"
-    )
-    raise FileNotFoundError(
-        f"{folder} has no {SINGLE} and no {INDEX}{f', only {others[0]}' if others else ''}; "
-        f"{advice}"
-    )
-
-
-def _read_index(folder: Path) -> dict[str, StoredTensor]:
-    index = folder / INDEX
-    weight_map = read_json(index).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
-        raise CheckpointError(
-            f"{index} must have a weight_map from the names of tensors to the files that hold "
-            "them; fetch it again"
-        )
-    tensors: dict[str, StoredTensor] = {}
-    problems = []
-    for name in sorted(set(weight_map.values())):
-        if Path(name).name != name:
-            raise CheckpointError(
-                f"{index} names the file {cut(name)!r}, but shards must be in the same folder"
-            )
-        if not _is_file(folder / name):
-            raise FileNotFoundError(
-                f"{folder} has no {cut(name)}, which {INDEX} lists: fetch the missing shard"
-            )
-        for tensor, stored in _read_header(folder / name).items():
-            if weight_map.get(tensor) == name:
-                tensors[tensor] = stored
-            else:
-                problems.append(
-                    f"{tensor} is in {name} and listed "
-                    f"{f'in {weight_map[tensor]}' if tensor in weight_map else 'nowhere'}"
-                )
-    problems += [
-        f"{tensor} is listed in {weight_map[tensor]} and not there"
-        for tensor in weight_map.keys() - tensors.keys()
-    ]
-    if problems:
-        listed = [cut(problem) for problem in sorted(problems)[:_MAX_PROBLEMS]]
-        raise CheckpointError(
-            f"{index} does not match its shards: {'; '.join(listed)}; fetch the checkpoint again"
-        )
-    return tensors
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    with _open(file) as tensors:
-        names = tensors.keys()  # `tensors` is no dict and cannot be iterated
-        slices = {name: tensors.get_slice(name) for name in names}
-        return {
-            name: StoredTensor(file, tuple(s.get_shape()), s.get_dtype())
-            for name, s in slices.items()
-        }
-
-
-@contextlib.contextmanager
-def _open(file: Path):
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        with file.open("rb") as content:
-            pointer = content.read(64).startswith(b"version https://git-lfs")
-        reason = (
-            "it is a Git LFS pointer: run git lfs pull"
-            if pointer
-            else "it is truncated or corrupt: fetch it again"
-        )
-        raise CheckpointError(
-            f"{file} is not a complete safetensors file ({first_line(error)}); {reason}"
-        ) from error
-
-
 def match_tensors(
-    config: ModelConfig, stored: dict[str, StoredTensor], source: Path
+    config: ModelConfig,
+    stored: dict[str, StoredTensor],
+    source: Path,
+    quantisation: Quantisation | None = None,
 ) -> dict[str, ExpectedTensor]:
     """Checks every stored tensor against the model, and returns the model's parameters.
 
+    Args:
+      config: of the model.
+      stored: from `stored_tensors`.
+      source: the folder, for messages.
+      quantisation: the settings of quantised matrices, if there are some.
+
     Raises:
       CheckpointError: lists all that are missing, unexpected, of a wrong shape or of a dtype that
-        is not a plain float.
+        is not a plain float, or that of an array of a quantised matrix.
     """
-    expected = as_stored(expected_tensors(config), stored)
-    shapes = stored_shapes(expected)
-    parts = [part for tensor in expected.values() for part in tensor.parts if part.scales]
-    packed = {name for part in parts for name in (part.name, part.scales)}
-    problems = [f"{name} is missing" for name in shapes.keys() - stored.keys()]
-    problems += [
-        f"{name} is unexpected"
-        for name in stored.keys() - shapes.keys()
-        if not _ignored(name, config)
-    ]
-    for name in shapes.keys() & stored.keys():
-        if stored[name].shape != shapes[name]:
-            problems.append(f"{name} has shape {stored[name].shape}, not {shapes[name]}")
-        dtypes = ("U8",) if name in packed else tuple(DTYPES)
-        if stored[name].dtype not in dtypes:
-            problems.append(
-                f"{name} has dtype {stored[name].dtype}, not one of {', '.join(dtypes)}"
-            )
+    expected = as_stored(expected_tensors(config), stored, quantisation)
+    arrays = stored_arrays(expected)
+    problems = [f"{name} is missing" for name in arrays.keys() - stored.keys()]
+    unexpected = [name for name in stored.keys() - arrays.keys() if not _ignored(name, config)]
+    problems += _problems_of_quantised(expected, stored, unexpected, quantisation)
+    problems += [f"{name} is unexpected" for name in unexpected]
+    for name in arrays.keys() & stored.keys():
+        array, found = arrays[name], stored[name]
+        if array.shapes and found.shape not in array.shapes:
+            wanted = " or ".join(map(str, array.shapes))
+            problems.append(f"{name} has shape {found.shape}, not {wanted}")
+        if found.dtype not in array.dtypes:
+            problems.append(f"{name} has dtype {found.dtype}, not one of {', '.join(array.dtypes)}")
     if problems:
         numbered = sorted(
             problems,
@@ -205,7 +88,7 @@ def match_tensors(
                 int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)
             ],
         )
-        listed = numbered[:_MAX_PROBLEMS]
+        listed = numbered[:MAX_PROBLEMS]
         if len(numbered) > len(listed):
             listed.append(f"and {len(numbered) - len(listed)} more")
         raise CheckpointError(
@@ -213,6 +96,64 @@ def match_tensors(
             f"{'; '.join(listed)}; fetch the checkpoint again, or correct its config.json"
         )
     return expected
+
+
+def _problems_of_quantised(
+    expected: Mapping[str, ExpectedTensor],
+    stored: Mapping[str, StoredTensor],
+    unexpected: list[str],
+    quantisation: Quantisation | None,
+) -> list[str]:
+    """Lists what is wrong with quantised matrices, beyond arrays that are missing.
+
+    Args:
+      expected, stored: see `match_tensors`.
+      unexpected: tensors that are not expected, of which those are taken out that are not read.
+      quantisation: see `match_tensors`.
+    """
+    problems: list[str] = []
+    forms: dict[str, Part] = {}
+    for tensor in expected.values():
+        forms |= {part.layer: part for part in tensor.parts if part.form is not None}
+        if len({type(part.form) for part in tensor.parts}) > 1:
+            problems.append(
+                f"{tensor.parts[0].layer} and the same layer of the other experts are not all "
+                "quantised, or not all in one form"
+            )
+    for layer, part in forms.items():
+        assert part.form is not None
+        if problem := part.form.problem(part.shape):
+            problems.append(f"{layer} cannot be quantised so: {problem}")
+    for name in [*unexpected]:
+        layer, _, array = name.rpartition(".")
+        if (part := forms.get(layer)) is None:
+            if quantisation is not None and array in _OF_CACHES:
+                unexpected.remove(name)
+            continue
+        assert part.form is not None
+        if name == part.name:
+            unexpected.remove(name)
+            problems.append(f"{name} is there beside {layer}.{part.arrays[0]}: keep one of them")
+        elif array in part.form.unused and (array != "bias" or _is_zero(stored[name], name)):
+            unexpected.remove(name)
+    if quantisation is None and any(name.endswith(_OF_QUANTISED) for name in unexpected):
+        problems.append(
+            "some are of quantised matrices, which are read where config.json has the "
+            "quantization_config that they were made with"
+        )
+    return problems
+
+
+_OF_QUANTISED = ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv"
+_OF_CACHES = frozenset(
+    {f"{one}_{kind}" for one in "qkv" for kind in ("scale", "zero_point")} | {"prob_scale"}
+)
+"""Scales of cached keys and values, which have the model's dtype here."""
+
+
+def _is_zero(tensor: StoredTensor, name: str) -> bool:
+    with opened(tensor, name) as values:
+        return not values[...].any()
 
 
 _OF_IMAGES = "vision_tower.", "multi_modal_projector."
@@ -238,35 +179,75 @@ def read_params(
     stored: dict[str, StoredTensor],
     expected: dict[str, ExpectedTensor],
     dtype: jnp.dtype,
-    put: Callable[[tuple[str, ...], np.ndarray], Array] | None = None,
+    put: Callable[[tuple[str, ...], Parameter], Any] | None = None,
     check: bool = True,
+    done: Mapping[tuple[str, ...], Any] | None = None,
 ) -> dict[str, Any]:
-    """Reads the tensors into a tree of arrays for `Decoder.apply`.
+    """Reads the tensors into a tree of arrays, and of quantised tensors, for `Decoder.apply`.
 
     Args:
       stored: from `stored_tensors`.
       expected: from `match_tensors`.
-      dtype: of the parameters.
+      dtype: of plain parameters, and of the numbers that quantised ones stand for.
       put: (path, value on the host) -> value on its devices; default the default device.
       check: refuse what is not finite.
+      done: the other parameters, which have been read (`jaxshare.models.partial_reads`).
 
     Raises:
-      CheckpointError: a file that became unreadable, or a tensor that is not finite.
+      CheckpointError: a file that became unreadable, a tensor that is not finite, or a quantised
+        one with scales that are zero or not finite.
     """
-    params: dict[tuple[str, ...], Array] = {}
+    params: dict[tuple[str, ...], Any] = dict(done or {})
     for name, value in read_tensors(stored, expected):
         path = expected[name].path
         kept = kept_dtype(path, dtype)
-        if check and not _is_finite(value, kept):
-            part = next(
-                part
-                for part, one in zip(expected[name].parts, value, strict=False)
-                if not expected[name].is_stacked or not _is_finite(one, kept)
-            )
-            raise not_finite(f"{stored[part.name].file}: {part.name}", value.dtype, kept)
-        params[path] = put(path, value.astype(kept)) if put else _on_device(value, kept)
-        params[path].block_until_ready()
+        if check:
+            _check_finite(value, expected[name], stored, kept)
+        params[path] = put(path, _in_dtype(value, kept)) if put else _on_device(value, kept)
+        jax.block_until_ready(params[path])
     return {"params": nested(params)}
+
+
+def _check_finite(
+    value: Parameter,
+    expected: ExpectedTensor,
+    stored: Mapping[str, StoredTensor],
+    dtype: jnp.dtype,
+) -> None:
+    """Raises CheckpointError for a parameter that is not finite, or that has scales of zero."""
+    if not isinstance(value, QuantisedTensor) and _is_finite(value, dtype):
+        return
+    for index, part in enumerate(expected.parts):
+        one = value[index] if expected.is_stacked else value
+        if not isinstance(one, QuantisedTensor):
+            if not _is_finite(one, dtype):
+                raise not_finite(f"{stored[part.name].file}: {part.name}", one.dtype, dtype)
+        elif problem := _problem_of_numbers(one):
+            raise CheckpointError(
+                f"{stored[part.first_name].file}: {part.layer} has {problem}; fetch "
+                "the checkpoint again, or load it as it is with check=False, on the command line "
+                f"with {CHECK_VARIABLE}=off"
+            )
+
+
+def _problem_of_numbers(value: QuantisedTensor) -> str:
+    """Names what is wrong with the numbers of a quantised tensor; empty if nothing is."""
+    scales = np.asarray(value.scales).astype(np.float32)
+    if not np.isfinite(scales).all():
+        return "scales that are NaN or infinite"
+    if not scales.all():
+        return "scales that are zero"
+    codes = np.asarray(value.codes)
+    if codes.dtype.kind not in "iu" and not np.isfinite(float(largest(codes))):
+        return "codes that are NaN"
+    return ""
+
+
+def _in_dtype(value: Parameter, dtype: jnp.dtype) -> Parameter:
+    """A parameter in a dtype; the arrays of a quantised one keep theirs."""
+    if isinstance(value, QuantisedTensor):
+        return dataclasses.replace(value, dtype=dtype)
+    return value.astype(dtype)
 
 
 def _is_finite(value: Float[np.ndarray, "..."], dtype: jnp.dtype) -> bool:
@@ -274,8 +255,10 @@ def _is_finite(value: Float[np.ndarray, "..."], dtype: jnp.dtype) -> bool:
         return bool(np.isfinite(largest(value).astype(dtype)))
 
 
-def _on_device(value: np.ndarray, dtype: jnp.dtype) -> Array:
+def _on_device(value: Parameter, dtype: jnp.dtype) -> Any:
     """A copy of an array of a file, whose conversion takes a program for each shape."""
+    if isinstance(value, QuantisedTensor):
+        return jax.tree.map(lambda each: jax.device_put(np.array(each)), _in_dtype(value, dtype))
     if value.dtype == dtype:
         return jax.device_put(np.array(value))
     return jnp.asarray(value).astype(dtype)
@@ -324,32 +307,50 @@ def nested(values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 
 def read_tensors(
     stored: dict[str, StoredTensor], expected: dict[str, ExpectedTensor]
-) -> Iterator[tuple[str, Float[np.ndarray, "..."]]]:
+) -> Iterator[tuple[str, Parameter]]:
     """Yields (name, value) of the expected parameters in their stored dtype, the largest first.
 
     Raises:
-      CheckpointError: a file that became unreadable.
+      CheckpointError: a file that became unreadable, or arrays that make no quantised matrix.
     """
 
     def size(tensor: ExpectedTensor) -> int:
-        dtype = DTYPES.get(stored[tensor.parts[0].name].dtype, jnp.bfloat16)
+        first = tensor.parts[0]
+        if first.is_quantised:
+            return math.prod(tensor.shape)
+        dtype = DTYPES.get(stored[first.name].dtype, jnp.bfloat16)
         return math.prod(tensor.shape) * np.dtype(dtype).itemsize
 
     total = sum(map(size, expected.values()))
-    quiet = total < _PROGRESS_BYTES and not sys.stderr.isatty()
+    quiet = total < PROGRESS_BYTES and not sys.stderr.isatty()
     with tqdm(
         total=total, desc="reading weights", unit="B", unit_scale=True, disable=quiet, leave=False
     ) as bar:
 
-        def read(part: Part) -> np.ndarray:
+        def read(part: Part) -> Parameter:
             with contextlib.ExitStack() as files:
 
                 def tensor(name: str) -> Any:
-                    return files.enter_context(_open(stored[name].file)).get_slice(name)
+                    return files.enter_context(opened(stored[name], name))
 
-                value = part.taken(tensor)
-            bar.update(value.nbytes)
+                try:
+                    value = part.taken(tensor)
+                except ValueError as error:
+                    if part.form is None or isinstance(error, CheckpointError):
+                        raise
+                    raise CheckpointError(
+                        f"{stored[part.first_name].file}: {part.layer} cannot be "
+                        f"read: {error}; fetch the checkpoint again"
+                    ) from error
+            bar.update(value.size if part.is_quantised else value.nbytes)
             return value
 
         for name in sorted(expected, key=lambda name: -math.prod(expected[name].shape)):
-            yield name, assembled(expected[name], read)
+            try:
+                value = assembled(expected[name], read)
+            except ValueError as error:  # of experts that cannot be stacked
+                if isinstance(error, CheckpointError):
+                    raise
+                layer = expected[name].parts[0].layer
+                raise CheckpointError(f"{layer} cannot be read: {error}") from error
+            yield name, value

@@ -6,7 +6,7 @@ another order.
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,8 +17,15 @@ from jaxtyping import Shaped
 from jaxshare.models.config import FAMILIES, ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.mla import MLA
-from jaxshare.models.mxfp4 import GROUP, dequantised
+from jaxshare.models.mxfp4 import GROUP, packed
 from jaxshare.models.packed import part_sizes
+from jaxshare.models.quantisation.codes import stacked
+from jaxshare.models.quantisation.matching import Quantisation
+from jaxshare.models.quantisation.stored import StoredArray, StoredForm
+from jaxshare.quantised import QuantisedTensor
+
+Parameter = Shaped[np.ndarray, "..."] | QuantisedTensor
+"""A parameter on the host, or rows of one."""
 
 _MODULES = {
     ("embed",): "embed_tokens",
@@ -40,6 +47,7 @@ _MODULES = {
 the index of an expert; the parameters of experts are stacked."""
 
 
+_WEIGHT = ".weight"
 _SUFFIXES = {"bias": ".bias", "sinks": ".sinks", "choice_bias": ".e_score_correction_bias"}
 
 
@@ -57,6 +65,9 @@ class Part:
       step: every so many-th row of a matrix is taken, from the first.
       is_transposed: the rows of a matrix are the tensor's columns.
       scales: the tensor with the scales of this one, if it is in MXFP4 (`jaxshare.models.mxfp4`).
+      form: the form of a quantised matrix, for which arrays stand in place of the tensor; `name` and
+        `shape` are those of the tensor all the same.
+      arrays: those that the checkpoint has, by their names in `form`.
     """
 
     name: str
@@ -68,18 +79,42 @@ class Part:
     step: int = 1
     is_transposed: bool = False
     scales: str = ""
+    form: StoredForm | None = None
+    arrays: tuple[str, ...] = ()
 
-    def taken(self, tensor: Callable[[str], Any]) -> Shaped[np.ndarray, "..."]:
+    @property
+    def layer(self) -> str:
+        """The name of the layer whose weight the tensor is."""
+        return self.name.removesuffix(_WEIGHT)
+
+    @property
+    def is_quantised(self) -> bool:
+        """True for a part of a quantised tensor."""
+        return self.form is not None or bool(self.scales)
+
+    @property
+    def first_name(self) -> str:
+        """The name of a tensor that the checkpoint has for the part."""
+        return self.name if self.form is None else f"{self.layer}.{self.arrays[0]}"
+
+    def taken(self, tensor: Callable[[str], Any]) -> Parameter:
         """Returns the rows; `tensor` gives what stands for a tensor of a file, to be sliced."""
+        if self.form is not None:
+            arrays = {name: tensor(f"{self.layer}.{name}")[...] for name in self.arrays}
+            return self.form.read(arrays, self.shape).map_rows(self._rows)
         if self.matrix is not None:
             one, rows = slice(self.matrix, self.matrix + 1), slice(self.start, self.stop, self.step)
             matrix = tensor(self.name)[one][0]
             if self.scales:
-                return dequantised(matrix[rows], tensor(self.scales)[one][0][rows])
+                return packed(matrix[rows], tensor(self.scales)[one][0][rows])
             return (matrix.T if self.is_transposed else matrix)[rows]
         if self.groups == 1:
             return tensor(self.name)[self.start : self.stop]
-        whole = tensor(self.name)[:]
+        return self._rows(tensor(self.name)[:])
+
+    def _rows(self, whole: np.ndarray) -> np.ndarray:
+        if self.groups == 1:
+            return whole[self.start : self.stop]
         groups = whole.reshape(self.groups, -1, *whole.shape[1:])
         return groups[:, self.start : self.stop].reshape(-1, *whole.shape[1:])
 
@@ -98,8 +133,10 @@ class RotaryOrder:
     rotary_dim: int
     start: int = 0
 
-    def read(self, value: Shaped[np.ndarray, "rows ..."]) -> Shaped[np.ndarray, "rows ..."]:
+    def read(self, value: Parameter) -> Parameter:
         """Rows in the order of this library, whose pairs are (i, i + rotary_dim / 2)."""
+        if isinstance(value, QuantisedTensor):
+            return value.map_rows(lambda each: self._ordered(each, self._order()))
         return self._ordered(value, self._order())
 
     def written(self, value: Shaped[np.ndarray, "rows ..."]) -> Shaped[np.ndarray, "rows ..."]:
@@ -144,7 +181,7 @@ def tensor_name(path: tuple[str, ...], config: ModelConfig | None = None) -> str
     """
     modules, prefix = _modules(config), prefix_of(config)
     *module, leaf = path
-    suffix = _SUFFIXES.get(leaf, ".weight")
+    suffix = _SUFFIXES.get(leaf, _WEIGHT)
     if path[0] == "head":
         return f"{prefix}lm_head{suffix}"
     layer = ""
@@ -224,7 +261,7 @@ def _of_all_experts(
     *layer, module, leaf = path
     turns = 1 if module == "down" else 2
     name = tensor_name((*layer, "down" if turns == 1 else "gate_up", leaf), config)
-    name = name.removesuffix(".weight").replace(".bias", "_bias")
+    name = name.removesuffix(_WEIGHT).replace(".bias", "_bias")
     rows, is_kernel = shape[1] * turns, leaf == "kernel"
     whole = (shape[0], *shape[2:], rows)
     first, more = int(module == "up"), {"step": turns, "is_transposed": is_kernel}
@@ -235,16 +272,51 @@ def _of_all_experts(
 
 
 def as_stored(
-    expected: Mapping[str, ExpectedTensor], names: Container[str]
+    expected: Mapping[str, ExpectedTensor],
+    stored: Mapping[str, Any],
+    quantisation: Quantisation | None = None,
 ) -> dict[str, ExpectedTensor]:
-    """Returns the parameters with the places that they have in a checkpoint with tensors of these
-    names: some matrices of experts may be in MXFP4."""
+    """Returns the parameters with the places that they have in a checkpoint.
+
+    Args:
+      expected: the parameters, where matrices are plain.
+      stored: the tensors of the checkpoint, by name, with their `dtype`. Some matrices of experts
+        may be in MXFP4.
+      quantisation: the settings of quantised matrices.
+    """
+
+    def place(part: Part, tensor: ExpectedTensor) -> Part:
+        if f"{part.name}_blocks" in stored:
+            return _in_mxfp4(part)
+        return part if quantisation is None else _quantised(part, tensor, stored, quantisation)
+
     return {
-        name: dataclasses.replace(tensor, parts=tuple(_in_mxfp4(part) for part in tensor.parts))
-        if f"{tensor.parts[0].name}_blocks" in names
-        else tensor
+        name: dataclasses.replace(tensor, parts=tuple(place(part, tensor) for part in tensor.parts))
         for name, tensor in expected.items()
     }
+
+
+_MOSTLY_PLAIN = frozenset({"head", "router", "shared_gate"})
+"""Linear layers that methods leave alone, whatever their settings say."""
+
+
+def _quantised(
+    part: Part, tensor: ExpectedTensor, stored: Mapping[str, Any], quantisation: Quantisation
+) -> Part:
+    """The place of a part whose matrix is quantised, if it is."""
+    *_, module, leaf = tensor.path
+    if leaf not in ("kernel", "embedding") or part.matrix is not None:
+        return part
+    form = quantisation.form(part.layer, "Linear" if leaf == "kernel" else "Embedding")
+    if form is None:
+        return part
+    is_missing = part.name not in stored and quantisation.is_quantised(part.layer)
+    should_be = is_missing and leaf == "kernel" and module not in _MOSTLY_PLAIN
+    if not should_be and not form.is_stored(part.layer, stored):
+        return part
+    form = form.for_layer(part.layer, stored)
+    arrays = form.present(part.layer, part.shape, stored)
+    return dataclasses.replace(part, form=form, arrays=arrays)
 
 
 def _in_mxfp4(part: Part) -> Part:
@@ -282,24 +354,42 @@ def kept_dtype(path: tuple[str, ...], dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if path[-1] == "choice_bias" else dtype
 
 
+def stored_arrays(expected: Mapping[str, ExpectedTensor]) -> dict[str, StoredArray]:
+    """Returns the tensors that a checkpoint must hold, by name."""
+    found: dict[str, StoredArray] = {}
+    for part in (part for tensor in expected.values() for part in tensor.parts):
+        if part.form is not None:
+            arrays = part.form.arrays(part.shape)
+            found |= {f"{part.layer}.{name}": arrays[name] for name in part.arrays}
+        elif part.scales:
+            found[part.name] = StoredArray((part.shape,), ("U8",))
+            found[part.scales] = StoredArray((part.shape[:-1],), ("U8",))
+        else:
+            found[part.name] = StoredArray((part.shape,))
+    return found
+
+
 def stored_shapes(expected: Mapping[str, ExpectedTensor]) -> dict[str, tuple[int, ...]]:
     """Returns the shape of each tensor that a checkpoint must hold, by name."""
-    parts = [part for tensor in expected.values() for part in tensor.parts]
-    scales = {part.scales: part.shape[:-1] for part in parts if part.scales}
-    return {part.name: part.shape for part in parts} | scales
+    return {name: array.shapes[0] for name, array in stored_arrays(expected).items()}
 
 
-def assembled(
-    tensor: ExpectedTensor, read: Callable[[Part], Shaped[np.ndarray, "..."]]
-) -> Shaped[np.ndarray, "..."]:
-    """Returns a parameter of a checkpoint; `read` gives rows of its tensors."""
+def assembled(tensor: ExpectedTensor, read: Callable[[Part], Any]) -> Parameter:
+    """Returns a parameter of a checkpoint; `read` gives rows of its tensors.
+
+    Raises:
+      ValueError: quantised matrices of experts that cannot be stacked.
+    """
+    if tensor.is_stacked and tensor.parts[0].is_quantised:
+        return stacked(len(tensor.parts), (read(part) for part in tensor.parts))
     value = read(tensor.parts[0])
     if tensor.is_stacked:
+        value = np.asarray(value)
         # One part after the other, so that no more than one is held beside the parameter.
         whole = np.empty(tensor.shape, value.dtype)
         whole[0] = value
         for index, part in enumerate(tensor.parts[1:], start=1):
-            value = read(part)
+            value = np.asarray(read(part))
             if value.dtype != whole.dtype:
                 whole = whole.astype(np.float32)  # which holds the numbers of all dtypes
             whole[index] = value

@@ -16,6 +16,7 @@ from jax import Array
 
 from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 
 Implementation = str | tuple[str, ...] | None
 """An attention backend, several to try in order, or None for the best; "cpu" stands for all kernels
@@ -116,13 +117,15 @@ def rms_norm(x: Array, scale: Array, eps: float, implementation: Implementation)
 
 
 def append_tokens(
-    keys: Array, values: Array, k: Array, v: Array, plan: Any, implementation: Implementation
-) -> tuple[Array, Array] | None:
+    keys: Arena, values: Arena, k: Array, v: Array, plan: Any, implementation: Implementation
+) -> tuple[Arena, Arena] | None:
     """Appends as `cpu_append` does."""
 
-    def append() -> tuple[Array, Array]:
+    def append() -> tuple[Arena, Arena]:
         from jaxshare.cpu.append import cpu_append
 
+        if isinstance(keys, QuantisedTensor) or isinstance(values, QuantisedTensor):
+            raise NotImplementedError("keys are quantised")
         return cpu_append(keys, values, k, v, plan)
 
     return _served(implementation, append)

@@ -22,13 +22,15 @@ class ModelSpec:
     Attributes:
       path: a folder that all nodes have, a hub id, or "embedded", which is part of every node's
         installation.
-      dtype, tensor, kv: the options of a command.
+      dtype, tensor, kv, expert, approximate_kv: the options of a command.
     """
 
     path: str
     dtype: str | None
     tensor: int
     kv: int
+    expert: int = 1
+    approximate_kv: str | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "ModelSpec":
@@ -39,6 +41,8 @@ class ModelSpec:
             options.dtype,
             options.tensor,
             options.kv,
+            getattr(options, "expert", 1),
+            options.approximate_kv,
         )
 
     def outline(self) -> LoadedModel:
@@ -47,7 +51,7 @@ class ModelSpec:
         Raises:
           FileNotFoundError, ConfigError, ValueError: see `jaxshare.models.load`.
         """
-        return models.outline(self.path)
+        return dataclasses.replace(models.outline(self.path), approximate_kv=self.approximate_kv)
 
     def load(self) -> LoadedModel:
         """Loads the model on this node.
@@ -61,8 +65,11 @@ class ModelSpec:
                 f"there is no folder {self.path}; give every node the model at the same path, or "
                 "name it by a hub id"
             )
-        mesh = process_mesh.mesh_of(argparse.Namespace(tensor=self.tensor, kv=self.kv))
-        return models.load(self.path, dtype=self.dtype, mesh=mesh)
+        sizes = argparse.Namespace(tensor=self.tensor, kv=self.kv, expert=self.expert)
+        mesh = process_mesh.mesh_of(sizes)
+        return models.load(
+            self.path, dtype=self.dtype, mesh=mesh, approximate_kv=self.approximate_kv
+        )
 
 
 def shortened(model: Any, max_model_len: int | None) -> Any:

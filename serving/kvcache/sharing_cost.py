@@ -21,7 +21,7 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.paths import cache_folder, write_json
 from jaxshare.serving.inputs import cache_dtype
 from jaxshare.serving.locks import updating
-from jaxshare.sharding import TENSOR, axis_size
+from jaxshare.sharding import MODEL_AXES, axis_size
 
 SHARED_TILE = 512
 """Tokens of a tile that several rows read together."""
@@ -271,14 +271,14 @@ def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
             "calibrate` writes it again",
             stacklevel=2,
         )
-    c, tensor = model.config, axis_size(model.mesh, TENSOR)
+    c, tensor = model.config, axis_size(model.mesh, MODEL_AXES)
     costs, entry = predicted(
         kind,
         AttentionShape(
             c.num_heads // tensor,
             c.num_kv_heads // tensor,
             c.head_dim,
-            cache_dtype(model).itemsize,
+            cache_dtype(model).itemsize if model.approximate_kv is None else 1,
             c.value_dim > 0,
         ),
     )
@@ -329,4 +329,5 @@ def _device() -> str:
 
 def _shape(config: ModelConfig, model: LoadedModel) -> str:
     heads = f"{config.num_heads} heads, {config.num_kv_heads} kv heads"
-    return f"{heads}, dim {config.head_dim}, {cache_dtype(model).name}"
+    cache = model.approximate_kv or cache_dtype(model).name
+    return f"{heads}, dim {config.head_dim}, {cache}"

@@ -28,7 +28,7 @@ import safetensors.numpy
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, loading, outline
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.safetensors_io import INDEX, SINGLE, stored_tensors
+from jaxshare.models.safetensors_files import INDEX, SINGLE, stored_tensors
 from jaxshare.serving import chat_template, checksums
 from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.agents.search_log import SearchLog

@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from jaxshare import Sampler
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.safetensors_io import stored_tensors
+from jaxshare.models.safetensors_files import stored_tensors
 from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.agents import agent
 from jaxshare.serving.agents.journal import Journal

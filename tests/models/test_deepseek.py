@@ -16,7 +16,7 @@ from jaxshare.layout import Layout
 from jaxshare.models import ConfigError, ModelConfig, load, orbax_io
 from jaxshare.models.mla import MLA
 from jaxshare.models.moe import MoE
-from jaxshare.models.safetensors_io import CheckpointError
+from jaxshare.models.safetensors_files import CheckpointError
 from jaxshare.models.tensor_names import expected_tensors, stored_shapes
 from jaxshare.rope import Rope
 from jaxshare.sharding import make_mesh
@@ -258,7 +258,7 @@ def test_dense_layers_alone():
         (dict(topk_method="greedy"), "topk_method .* it must be noaux_tc"),
         (dict(model_type="deepseek_v2"), "model_type .* deepseek_v3 or kimi_k2"),
         (dict(index_topk=2048), "unknown settings .* index_topk"),
-        (dict(quantization_config=dict(quant_method="fp8")), "quantization_config"),
+        (dict(quantization_config=dict(quant_method="fp8", fmt="e5m2")), "fmt .* only e4m3"),
     ],
 )
 def test_what_is_refused(change, words):

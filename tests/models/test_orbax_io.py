@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxshare.models import EMBEDDED, load, orbax_io
-from jaxshare.models.safetensors_io import CheckpointError
+from jaxshare.models.safetensors_files import CheckpointError
 from jaxshare.serving.cli import main
 from jaxshare.sharding import make_mesh
 
