@@ -196,7 +196,7 @@ class Dots:
                         total.set(code.fma(number, x, total.get()))
 
     def _shifts(self, outputs: Sequence[Val], sums: Sequence[Val]) -> list[Val]:
-        """Vectors of what zeros and offsets take away, by row and line, still to be summed."""
+        """The vectors, by row and line, whose sums zeros and offsets take away."""
         code, m, codes, lanes = self._code, self._matrix, self._codes, self._sums
         totals = [[code.var(code.zeros(lanes)) for _ in outputs] for _ in sums]
 

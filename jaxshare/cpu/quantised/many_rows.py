@@ -88,7 +88,7 @@ def _write_outputs(call: Call, codes: Codes, result: ir.Type) -> Code:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """The zero, scale and offset of the numbers of a group, as single float32."""
+    """The single numbers of float32 that the numbers of a group are made with."""
 
     scale: Val
     zero: Val | None
