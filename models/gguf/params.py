@@ -174,7 +174,7 @@ def _value(
     """A parameter on the host; of plain numbers `less` is subtracted."""
     stored = file.tensors[place.name]
     rows = (0, None) if len(stored.shape) < len(place.shape) else (place.start, place.stop)
-    raw = file.stored(place.name, *rows)
+    raw: Any = file.stored(place.name, *rows)
     if raw.ndim < len(place.shape):
         raw = raw[None]
     if tensor.order is not None:
@@ -193,6 +193,6 @@ def _value(
             found.check(name)
         except ValueError as error:
             raise CheckpointError(f"{error}; fetch the file again") from error
-        if found.offsets is not None and not np.isfinite(largest(found.offsets)):
+        if found.offsets is not None and not np.isfinite(np.asarray(found.offsets)).all():
             raise CheckpointError(f"{name} has offsets that are NaN or infinite; fetch it again")
     return found
