@@ -16,6 +16,7 @@ from jaxshare.attention.expansion import HeadMakers
 from jaxshare.attention.plan import Plan
 from jaxshare.models.decoder_layer import Layer
 from jaxshare.models.latent_attention import ExpandingAttend
+from jaxshare.quantised_cache import Arena
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "implementation"))
@@ -23,11 +24,11 @@ def run_layer(
     layer: Layer,
     params: Mapping[str, Any],
     x: Float[Array, "R T M"],
-    keys: Array,
-    values: Array,
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     implementation: cpu.Implementation,
-) -> tuple[Float[Array, "R T M"], Array, Array]:
+) -> tuple[Float[Array, "R T M"], Arena, Arena]:
     """One layer of a pass: its output, and its arenas with the new tokens.
 
     Layers of one form have the same shapes, so that all of them are traced once.

@@ -31,9 +31,7 @@ Read = Callable[[str, Index], Shaped[np.ndarray, "..."]]
 
 def can_be_read_in_parts(tensor: ExpectedTensor, stored: Mapping[str, StoredTensor]) -> bool:
     """Returns whether a parameter's tensors are plain numbers; quantised ones are read whole."""
-    return all(
-        not part.is_quantised and stored[part.name].dtype in DTYPES for part in tensor.parts
-    )
+    return all(not part.is_quantised and stored[part.name].dtype in DTYPES for part in tensor.parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jaxshare.attention.plan import Plan
 from jaxshare.attention.reference import reference_attention
 from jaxshare.attention.xla import xla_attention
 from jaxshare.pallas.device import current_device
+from jaxshare.quantised_cache import Arena
 
 Backend = Callable[..., Array]
 """(q, keys, values, plan, scale) -> out; softcap and sinks by name where there are any."""
@@ -67,8 +68,8 @@ def preferred() -> tuple[str, ...]:
 
 def block_attention(
     q: Float[Array, "..."],
-    keys: Float[Array, "..."],
-    values: Float[Array, "..."],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     *,
     scale: float | None = None,
@@ -86,7 +87,7 @@ def block_attention(
     Args:
       q: [R, T, H, D], not rotated; H is a multiple of K.
       keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them
-        (`KVCache.append`). Values may have a last dim of 0: a token's value is then its key
+        (`KVCache.append`); quantised where the cache approximates. Values may have a last dim of 0: a token's value is then its key
         without the rotated entries.
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
@@ -131,7 +132,7 @@ def can_expand(implementation: str | Sequence[str] | None) -> bool:
 
 
 def _check_shapes(
-    q: Array, keys: Array, values: Array, plan: Plan, makers: HeadMakers | None
+    q: Array, keys: Arena, values: Arena, plan: Plan, makers: HeadMakers | None
 ) -> None:
     rows, width = plan.positions.shape
     if q.ndim != 4 or q.shape[:2] != (rows, width):

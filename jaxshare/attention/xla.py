@@ -20,9 +20,11 @@ from jaxshare.attention.expansion import HeadMakers
 from jaxshare.attention.merge import Partial, merge, merge_over, sink_part
 from jaxshare.attention.plan import Plan
 from jaxshare.attention.tiling import Tiles
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 from jaxshare.softcap import soft_capped
 
-_Score = Callable[[Array, Array], Array]
+_Score = Callable[[Array, Arena], Array]
 """(queries, keys) -> scores, the softcap applied."""
 _LOG2_E = 1.4426950408889634
 _MAX_QUERIES_AT_ONCE = 32
@@ -39,8 +41,8 @@ more, iterations over all rows would make a pass quadratic in them."""
 
 def xla_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens _"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
@@ -79,8 +81,8 @@ class _Arenas:
     """A layer's keys and values [K, tokens, D], and what makes those of heads of them, if anything
     does."""
 
-    keys: Array
-    values: Array
+    keys: Arena
+    values: Arena
     makers: HeadMakers | None
 
     @property
@@ -93,11 +95,12 @@ class _Arenas:
         """Entries of the values that are mixed."""
         return self.values.shape[2] if self.makers is None else self.makers.values.shape[1]
 
-    def windows(self, items: Tiles) -> tuple[Array, Array]:
+    def windows(self, items: Tiles) -> tuple[Arena, Arena]:
         """The keys and values of the windows of W items, [K * W, size, _] both."""
         keys = _windows(self.keys, items)
         if self.makers is not None:
-            return self.makers.expand(keys)
+            is_quantised = isinstance(keys, QuantisedTensor)
+            return self.makers.expand(jnp.asarray(keys.dequantised()) if is_quantised else keys)
         return keys, _windows(self.values, items)
 
 
@@ -158,7 +161,7 @@ def _shared(queries: _RotatedQueries, arenas: _Arenas, tiles: Tiles, score: _Sco
     kv_heads, rows, width, group, dim = queries.q.shape
     flat = rows * width * group
 
-    def add(running: _OnlineSoftmax, items: Tiles, k: Array, v: Array) -> _OnlineSoftmax:
+    def add(running: _OnlineSoftmax, items: Tiles, k: Arena, v: Arena) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into all rows."""
         shape = (kv_heads, items.start.shape[0], flat)
         query = jax.vmap(
@@ -178,11 +181,11 @@ def _shared(queries: _RotatedQueries, arenas: _Arenas, tiles: Tiles, score: _Sco
             scores = _masked(scores, first, last)
             top = jnp.maximum(running.top, _over_items(scores, jnp.max))
             under = _finite(top)
-        weights = _weights(scores - under[:, None, :, None], v.dtype)
+        weights = _weights(scores - under[:, None, :, None], v)
         weights = jax.lax.optimization_barrier(weights) if shape[1] > 1 else weights
         keep = jnp.exp(running.top - _finite(top))
         mixed = jnp.sum(
-            _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, -1), axis=1
+            _mixture(weights.reshape(-1, *scores.shape[2:]), v).reshape(*shape, -1), axis=1
         )
         total = _over_items(weights, functools.partial(jnp.sum, dtype=jnp.float32))
         return _OnlineSoftmax(
@@ -201,7 +204,7 @@ def _grouped(queries: _RotatedQueries, arenas: _Arenas, tiles: Tiles, score: _Sc
     readers = tiles.row.shape[1]
     few = rows >= max(_MANY_ROWS, _ROWS_PER_READER * tiles.at_once * readers)
 
-    def add(running: _OnlineSoftmax, items: Tiles, k: Array, v: Array) -> _OnlineSoftmax:
+    def add(running: _OnlineSoftmax, items: Tiles, k: Arena, v: Arena) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
         row, slot = items.row, items.slot  # [W, Q]
         shape = (kv_heads, row.shape[0], readers * width * group)
@@ -225,10 +228,8 @@ def _grouped(queries: _RotatedQueries, arenas: _Arenas, tiles: Tiles, score: _Sc
             before = running.top
             top = jnp.maximum(before, jax.ops.segment_max(highest, row, rows))  # [R, K, T * G]
         under = _finite(top[row]).swapaxes(0, 1).reshape(shape)
-        weights = _weights(scores - under[..., None], v.dtype)
-        mixed = by_reader(
-            _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, -1)
-        )
+        weights = _weights(scores - under[..., None], v)
+        mixed = by_reader(_mixture(weights.reshape(-1, *scores.shape[2:]), v).reshape(*shape, -1))
         total = by_reader(jnp.sum(weights, axis=-1, dtype=jnp.float32))
         if few:
             # A row that reads several of these items is scaled to the same value each time, and
@@ -253,7 +254,7 @@ def _grouped(queries: _RotatedQueries, arenas: _Arenas, tiles: Tiles, score: _Sc
 
 
 def _take_all(
-    add: Callable[[_OnlineSoftmax, Tiles, Array, Array], _OnlineSoftmax],
+    add: Callable[[_OnlineSoftmax, Tiles, Arena, Arena], _OnlineSoftmax],
     running: _OnlineSoftmax,
     arenas: _Arenas,
     tiles: Tiles,
@@ -278,9 +279,11 @@ def _take_all(
             .at[jnp.where(real, tiles.start // tiles.size, windows)]
             .set(jnp.arange(real.shape[0]), mode="drop")
         )
-        k, v = (a.reshape(-1, tiles.size, dim) for a in (arenas.keys, arenas.values))
+        k, v = (a.reshape(-1, tiles.size, dim) for a in (arenas.keys, arenas.values))  # pyright: ignore
         return add(running, _select(tiles, lambda x: x[item]), k, v)
 
+    if isinstance(arenas.keys, QuantisedTensor):  # or all codes would be converted at once
+        return gathered(running)
     many = tiles.last.shape[1] * tiles.last.shape[2] > _MAX_QUERIES_AT_ONCE
     few = arena < _FEW_ITERATIONS * at_once * tiles.size
     if at_once == 1 or many or few or arena % tiles.size or arenas.makers is not None:
@@ -306,12 +309,16 @@ def _select(tiles: Tiles, select: Callable[[Array], Array]) -> Tiles:
     return dataclasses.replace(tiles, **taken)
 
 
-def _windows(arena: Array, items: Tiles) -> Array:
+def _windows(arena: Arena, items: Tiles) -> Arena:
     """The windows of W items, [K * W, size, D]."""
-    window = jax.vmap(
-        lambda start: jax.lax.dynamic_slice_in_dim(arena, start, items.size, axis=1), out_axes=1
-    )
-    return window(items.start).reshape(-1, items.size, arena.shape[2])
+
+    def windows(a: Array) -> Array:
+        window = jax.vmap(
+            lambda start: jax.lax.dynamic_slice_in_dim(a, start, items.size, axis=1), out_axes=1
+        )
+        return window(items.start).reshape(-1, items.size, a.shape[2])
+
+    return jax.tree.map(windows, arena)
 
 
 def _bias(first: Array, last: Array, size: int) -> Array:
@@ -340,8 +347,12 @@ def _masked(scores: Array, first: Array, last: Array) -> Array:
     return jnp.where(token < seen[..., None], scores, -jnp.inf)
 
 
-def _weights(x: Array, dtype: jnp.dtype) -> Array:
-    """Computes exp(x) for x <= 0, rounded to the dtype of the values; 0 for -inf."""
+def _weights(x: Array, v: Arena) -> Array:
+    """Computes exp(x) for x <= 0, rounded to the dtype of the values; 0 for -inf.
+
+    Of quantised values in float32: they are rounded when they are scaled (`_mixture`).
+    """
+    dtype = v.dtype
 
     def short(x: Array) -> Array:
         # On a CPU the exponential costs as much as a product. A result that is rounded to 11 bits
@@ -355,12 +366,28 @@ def _weights(x: Array, dtype: jnp.dtype) -> Array:
 
     if dtype == jnp.float32:
         return jnp.exp(x)
-    return jax.lax.platform_dependent(x, cpu=short, default=jnp.exp).astype(dtype)
+    weights = jax.lax.platform_dependent(x, cpu=short, default=jnp.exp)
+    return weights if isinstance(v, QuantisedTensor) else weights.astype(dtype)
 
 
-def _scores(query: Array, k: Array, *, softcap: float) -> Array:
+# Codes of eight bits are exact in every dtype of queries, and their scales are factors of scores
+# and of weights: no key or value is dequantised.
+
+
+def _scores(query: Array, k: Arena, *, softcap: float) -> Array:
     """The scores [n, q, size] of queries [n, q, D] and keys [n, size, D]."""
+    if isinstance(k, QuantisedTensor):
+        products = _product(query, k.codes.astype(query.dtype), 2)
+        return soft_capped(products * k.scales.swapaxes(1, 2), softcap)
     return soft_capped(_product(query, k, 2), softcap)
+
+
+def _mixture(weights: Array, v: Arena) -> Array:
+    """The sums [n, q, D] of values [n, size, D] with their weights [n, q, size]."""
+    if isinstance(v, QuantisedTensor):
+        scaled = (weights * v.scales.swapaxes(1, 2)).astype(v.dtype)
+        return _product(scaled, v.codes.astype(v.dtype), 1)
+    return _product(weights, v, 1)
 
 
 def _product(a: Array, b: Array, contract: int) -> Array:

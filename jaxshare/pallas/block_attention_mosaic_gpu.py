@@ -26,13 +26,15 @@ from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
 from jaxshare.pallas.scores import query_scale
 from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
 from jaxshare.pallas.work_items import Work, make_work
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 from jaxshare.rope import rotate
 
 
 def mosaic_gpu_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
@@ -45,6 +47,8 @@ def mosaic_gpu_attention(
     Raises:
       NotImplementedError: a device, dtype or shape that the kernel does not support.
     """
+    if isinstance(keys, QuantisedTensor) or isinstance(values, QuantisedTensor):
+        raise NotImplementedError("its products take keys and values as they are, not as codes")
     device = current_device()
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]

@@ -26,15 +26,18 @@ from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.scores import capped, query_scale
 from jaxshare.pallas.tiles import TritonTiles, choose_triton
 from jaxshare.pallas.work_items import Work, make_work, partial_row
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena, approximation
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MIN_CAPABILITY = 80
+_MIN_CAPABILITY_OF_FP8 = 89
 
 
 def triton_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
@@ -44,7 +47,8 @@ def triton_attention(
 
     The queries come not rotated; the result has their dtype. They are rotated in float32 and
     rounded to the cache's dtype; scores, weights and sums are float32, weights rounded to the
-    cache's dtype for their product with the values.
+    cache's dtype for their product with the values. Codes of quantised keys and values are exact in
+    that dtype, and their scales are factors of scores and weights.
 
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
@@ -75,7 +79,7 @@ def triton_attention(
     )
 
 
-def _supported_device(q: Array, keys: Array, values: Array, plan: Plan) -> Device:
+def _supported_device(q: Array, keys: Arena, values: Arena, plan: Plan) -> Device:
     """The GPU to run on.
 
     Raises:
@@ -97,6 +101,8 @@ def _supported_device(q: Array, keys: Array, values: Array, plan: Plan) -> Devic
         raise NotImplementedError(
             f"keys and values must be of one dtype; these are {keys.dtype} and {values.dtype}"
         )
+    if approximation(keys) == "fp8" and device.capability < _MIN_CAPABILITY_OF_FP8:
+        raise NotImplementedError("it converts fp8 on GPUs from compute capability 8.9")
     check_head_dim(q.shape[3], values.shape[2], 2 * plan.query_cos.shape[-1])
     if (group := q.shape[2] // keys.shape[0]) > MAX_QUERY_HEADS:
         raise NotImplementedError(
@@ -113,8 +119,8 @@ def _supported_device(q: Array, keys: Array, values: Array, plan: Plan) -> Devic
 
 def _pieces(
     q: Array,
-    keys: Array,
-    values: Array,
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     work: Work,
     scale: float,
@@ -138,7 +144,9 @@ def _pieces(
         for x in (plan.query_cos, plan.query_sin)
     ]
     # Nor does it take values that have no entries.
-    arenas = [keys, values] if values.shape[2] else [keys]
+    kept = [keys, values] if values.shape[2] else [keys]
+    arenas = [each.codes if isinstance(each, QuantisedTensor) else each for each in kept]
+    scales = [each.scales[..., 0] for each in kept if isinstance(each, QuantisedTensor)]
     value_dim = values.shape[2] or dim - 2 * pairs
     return pl.pallas_call(
         functools.partial(
@@ -150,6 +158,7 @@ def _pieces(
             pairs=pairs,
             scale=query_scale(scale, softcap),
             softcap=softcap,
+            dtype=keys.dtype,
         ),
         out_shape=(
             jax.ShapeDtypeStruct((work.partial_rows, value_dim), jnp.float32),
@@ -170,6 +179,7 @@ def _pieces(
         work.source,
         work.limits,
         *([] if work.unseen is None else [work.unseen]),
+        *scales,
     )
 
 
@@ -186,14 +196,16 @@ def _kernel(
     pairs: int,
     scale: float,
     softcap: float,
+    dtype: Any,
 ) -> None:
     """Processes one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
     int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span],
-    with a sliding window also unseen; mixed float32[partial_rows, V]; lse float32[partial_rows]. Of
-    `work` only the static fields are used. `scale` is that of `query_scale`. `latent`: there are no
-    values; they are the keys' entries from 2 P on.
+    with a sliding window also unseen; of quantised keys and values also their scales
+    float32[K, tokens]; mixed float32[partial_rows, V]; lse float32[partial_rows]. Of `work` only the
+    static fields are used. `scale` is that of `query_scale`, `dtype` that of products. `latent`:
+    there are no values; they are the keys' entries from 2 P on.
 
     Heads whose D is no power of two are cut into parts that are: Triton has no other shapes. Loads
     go through arrays of indices, whose masks keep them inside their array.
@@ -203,7 +215,9 @@ def _kernel(
 
     values_ref, rest = (keys_ref, refs) if latent else (refs[0], refs[1:])
     items_ref, count_ref, total_ref, segments_ref, source_ref, limits_ref, *rest = rest
-    *unseen_ref, mixed_ref, lse_ref = rest
+    *more, mixed_ref, lse_ref = rest
+    unseen_ref = more[: work.unseen is not None]
+    scales_ref = more[len(unseen_ref) :]
     span, tile = work.span, work.tile
     group = q_ref.shape[1] // keys_ref.shape[0]
     dim = q_ref.shape[2]
@@ -258,7 +272,7 @@ def _kernel(
                     q_ref.at[token[:, None], member, partner[None]], mask=turned, other=0.0
                 ).astype(jnp.float32)
                 x = x * cos + y * jnp.where(is_first[None], -sin, sin)
-            return (x * scale).astype(keys_ref.dtype)
+            return (x * scale).astype(dtype)
 
         turned = [rotated(run) for run in runs]
 
@@ -278,17 +292,28 @@ def _kernel(
                         (run.column < run.end)[None]
                     ] * run.padded
                     mask = (
-                        {"mask": functools.reduce(jnp.logical_and, masks), "other": 0.0}
+                        {
+                            "mask": functools.reduce(jnp.logical_and, masks),
+                            "other": jnp.zeros((), ref.dtype),
+                        }
                         if masks
                         else {}
                     )
-                    found.append(
-                        plt.load(ref.at[head, (start + index)[:, None], run.column[None]], **mask)
+                    part = plt.load(
+                        ref.at[head, (start + index)[:, None], run.column[None]], **mask
                     )
+                    found.append(part if part.dtype == dtype else _widened(part, dtype))
                 return found
 
+            def scaled(x: Array, number: int) -> Array:
+                """Numbers [span, tile] times the scales of the tile's keys (0) or values (-1)."""
+                if not scales_ref:
+                    return x
+                mask = {"mask": index < longest, "other": 1.0} if masked else {}
+                return x * plt.load(scales_ref[number].at[head, start + index], **mask)[None]
+
             k = parts(keys_ref)
-            scores = functools.reduce(jnp.add, map(_scores, turned, k))
+            scores = scaled(functools.reduce(jnp.add, map(_scores, turned, k)), 0)
             scores = capped(scores, softcap)
             if masked:
                 seen = index[None] < limit[:, None]
@@ -299,8 +324,9 @@ def _kernel(
             under = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
             keep = jnp.exp2(top - under)
             weights = jnp.exp2(scores - under[:, None])
+            of_values = scaled(weights, -1).astype(dtype)
             mixed = [
-                m * keep[:, None] + _mixed(weights.astype(values_ref.dtype), v)
+                m * keep[:, None] + _mixed(of_values, v)
                 for m, v in zip(
                     mixed, k[-len(mixed) :] if latent else parts(values_ref), strict=True
                 )
@@ -357,6 +383,11 @@ def _runs(start: int, end: int) -> list[_ColumnRun]:
         runs.append(_ColumnRun(start, start + jnp.arange(size), end, start + size > end))
         start += size
     return runs
+
+
+def _widened(codes: Array, dtype: Any) -> Array:
+    """Codes as numbers, which the dtype has exactly."""
+    return codes.astype(jnp.float32).astype(dtype)
 
 
 def _scores(q: Array, k: Array) -> Array:
