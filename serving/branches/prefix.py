@@ -97,7 +97,7 @@ class Prefixes:
             raise ValueError(
                 "another call uses this store of prefixes; let it end, or close its stream, first"
             )
-        if self.kv.pool.cache.keys[0].is_deleted():
+        if self.kv.pool.is_lost:
             raise ValueError(
                 "a pass over this store of prefixes was interrupted, and its cache is lost; make a "
                 "new store"

@@ -430,7 +430,7 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Drops all rows, and what they have cached, but for pinned prefixes."""
-        if self.kv.pool.cache.keys[0].is_deleted():  # a pass was interrupted
+        if self.kv.pool.is_lost:  # a pass was interrupted
             return
         for row in self.live:
             self._release(row)

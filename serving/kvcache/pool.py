@@ -136,6 +136,11 @@ class Pool:
         """Tokens of the largest free run."""
         return self._free_list.largest
 
+    @property
+    def is_lost(self) -> bool:
+        """True if the arena was given to a pass that was interrupted."""
+        return jax.tree.leaves(self.cache.keys)[0].is_deleted()
+
     def take(self, capacity: int, *, high: bool = False) -> Extent | None:
         """A new empty extent, or None where no free run is large enough.
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxshare.models import Generation, LoadedModel
+from jaxshare.serving.branches import generate
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.identity import check_identity, identity
@@ -112,6 +113,13 @@ def test_compaction_keeps_codes_and_scales_bit_for_bit():
 def outputs(engine: Engine) -> list[tuple[int, ...]]:
     streams = [engine.submit(prompt, max_new_tokens=8) for prompt in PROMPTS]
     return [tuple(stream.wait().tokens) for stream in streams]
+
+
+def test_branches_run_and_leave_their_memory_in_order():
+    more = {"n": 2, "max_new_tokens": 6, "seed": 1}
+    found = [generate(model(), PROMPTS, **more).completions for _ in range(2)]
+    tokens = [[tuple(each.tokens) for each in run] for run in found]
+    assert tokens[0] == tokens[1] and [len(each) for each in tokens[0]] == [6] * 4
 
 
 def test_a_saved_engine_is_restored_where_caches_are_of_the_same_form(tmp_path):
