@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +27,11 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import layers, orbax_io
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.config_fields import ConfigError, Fields, first_line, read_json
+from jaxshare.models.config_fields import Fields, read_json
 from jaxshare.models.fingerprint import bit_sums
 from jaxshare.models.generation_config import Generation
-from jaxshare.models.gguf import file as gguf_file
 from jaxshare.models.gguf import params as gguf_params
-from jaxshare.models.gguf.settings import config_of, sampling_of
+from jaxshare.models.gguf.settings import sampling_of
 from jaxshare.models.gguf.tokenizer import tokenizer_of
 from jaxshare.models.layers import Decoder
 from jaxshare.models.packed import pack, unpack
@@ -46,6 +44,7 @@ from jaxshare.models.safetensors_io import (
     match_tensors,
     read_params,
 )
+from jaxshare.models.sources import FILES, FILES_WITHOUT_WEIGHTS, Source, find, opened
 from jaxshare.models.tensor_names import Parameter, expected_tensors
 from jaxshare.models.tensor_parallel import (
     ParamPath,
@@ -63,19 +62,6 @@ from jaxshare.sharding import DATA, axis_size, data_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-EMBEDDED = Path(__file__).parent / "embedded"
-"""The folder of the small model that comes with the package."""
-_FILES = [
-    "*.json",
-    "model*.safetensors",
-    "*.jinja",
-    "tokenizer*",
-    "merges.txt",
-    "vocab.txt",
-    "*.model",
-]
-_FILES_WITHOUT_WEIGHTS = [pattern for pattern in _FILES if "safetensors" not in pattern]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -267,7 +253,7 @@ def load(
     compile_cache.enable()
     target_dtype = None if dtype is None else _dtype(dtype)
     check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
-    source = _opened(_folder(path, revision, _FILES))
+    source = opened(find(path, revision, FILES))
     config = source.config
     fitted = config if mesh is None else fit(config, mesh)
     read, dtypes = _reader(source, fitted, mesh, check)
@@ -290,43 +276,8 @@ def load(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """A checkpoint whose settings were read.
-
-    Attributes:
-      place: its folder, or a GGUF file that is there alone.
-      settings: those of config.json, or what they would be.
-      config: the model that they describe.
-      gguf: the file with the weights, if they are in GGUF.
-    """
-
-    place: Path
-    settings: Fields
-    config: ModelConfig
-    gguf: gguf_file.GGUFFile | None = None
-
-
-def _opened(place: Path) -> _Source:
-    """Reads the settings of a checkpoint: config.json, but in a GGUF file those of its own if there
-    is none that describes a model."""
-    found = None if orbax_io.is_checkpoint(place) else gguf_file.find(place)
-    file = None if found is None else gguf_file.read_header(found)
-    named = place / "config.json"
-    if file is None:
-        return _Source(place, Fields(read_json(named), str(named)), ModelConfig.from_json(place))
-    if named.is_file() and (values := read_json(named)).get("architectures"):
-        return _Source(place, Fields(values, str(named)), ModelConfig.from_json(place), file)
-    values = config_of(file)
-    try:
-        config = ModelConfig.from_json(values)
-    except ConfigError as error:
-        raise ConfigError(f"{file.path}, in the words of config.json: {error}") from error
-    return _Source(place, Fields(values, str(file.path)), config, file)
-
-
 def _reader(
-    source: _Source, fitted: ModelConfig, mesh: Mesh | None, check: bool
+    source: Source, fitted: ModelConfig, mesh: Mesh | None, check: bool
 ) -> tuple[Callable[[jnp.dtype], dict[str, Any]], set[jnp.dtype]]:
     """The function that reads the parameters in a dtype, and the dtypes that they are stored in."""
     folder, config = source.place, source.config
@@ -365,7 +316,7 @@ def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel
     For a process that reads prompts while others run the model. Arguments and errors as in `load`,
     but for those of weights.
     """
-    source = _opened(_folder(path, revision, _FILES_WITHOUT_WEIGHTS))
+    source = opened(find(path, revision, FILES_WITHOUT_WEIGHTS))
     return LoadedModel(
         source.config,
         {},
@@ -381,52 +332,6 @@ def _put_on_mesh(
 ) -> Any:
     fitted = fit_params(value, path, config, module.mesh)
     return shard_param(fitted, path, module)
-
-
-def local_folder(name: str | os.PathLike) -> Path:
-    """Returns the local folder that a model's name refers to, which need not exist.
-
-    "embedded" is the model in the package.
-    """
-    return EMBEDDED if name == "embedded" else Path(name)
-
-
-def _folder(path: str | os.PathLike, revision: str | None, files: list[str]) -> Path:
-    folder = local_folder(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file() and gguf_file.find(folder) is None:
-            raise FileNotFoundError(
-                f"{folder} has no config.json: a model folder holds config.json and "
-                "model.safetensors, as in Hugging Face checkpoints, or one GGUF file"
-            )
-        return folder
-    if gguf_file.find(folder) is not None:
-        return folder
-    if folder.exists():
-        raise FileNotFoundError(
-            f"{folder} is a file: give the folder that holds config.json and the weights, or a "
-            "file that ends in .gguf"
-        )
-    name = os.fspath(path)
-    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", name):
-        raise FileNotFoundError(
-            f"there is no model folder {name}: give a folder with config.json and "
-            "model.safetensors, or a hub id such as Qwen/Qwen3-0.6B"
-        )
-    import huggingface_hub  # here, because most programs do not use the hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files)
-        )
-    # Types differ between versions: no network, no such repository or revision, no access.
-    except Exception as error:
-        at = f" at revision {revision}" if revision else ""
-        raise FileNotFoundError(
-            f"there is no model folder {name}, and the hub did not give a model of this name{at} "
-            f"({first_line(error)}): give an existing folder, or check the name, the network and "
-            "the access rights"
-        ) from error
 
 
 def _dtype(value: Any) -> jnp.dtype:
@@ -450,7 +355,7 @@ def _checkpoint_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:
     return stored.pop() if len(stored) == 1 else jnp.dtype(jnp.float32)
 
 
-def _generation(source: _Source) -> Generation:
+def _generation(source: Source) -> Generation:
     file = source.place / "generation_config.json"
     if not file.is_file() and source.gguf:
         file, values = source.gguf.path, sampling_of(source.gguf)
@@ -459,7 +364,7 @@ def _generation(source: _Source) -> Generation:
     return Generation.from_json(values, source.settings.values, str(file))
 
 
-def _tokenizer(source: _Source) -> "PreTrainedTokenizerBase | None":
+def _tokenizer(source: Source) -> "PreTrainedTokenizerBase | None":
     found, file = read_tokenizer(source.place), source.gguf
     if found is not None or file is None:
         return found

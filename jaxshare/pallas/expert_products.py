@@ -137,9 +137,12 @@ def _products(
     from jax.experimental.pallas import triton as plt
 
     experts, outputs, _ = kernel.shape
-    arrays, form = [kernel], _Form(None, 0, 1, False, False)
+    arrays, form = [kernel], _Form(None, 0, 1, False, False, False)
     if isinstance(kernel, QuantisedTensor):
-        given = (kernel.codes, kernel.scales, kernel.zeros, kernel.offsets)
+        scales, powers = kernel.scales, kernel.scales.dtype == jnp.float8_e8m0fnu
+        if powers:  # which Triton does not have
+            scales = lax.bitcast_convert_type(scales, jnp.uint8)
+        given = (kernel.codes, scales, kernel.zeros, kernel.offsets)
         arrays = [each for each in given if each is not None]
         form = _Form(
             kernel.format,
@@ -147,6 +150,7 @@ def _products(
             kernel.group,
             kernel.zeros is not None,
             kernel.offsets is not None,
+            powers,
         )
     tiles = _choose(order.size, experts, outputs, form.is_packed, device)
     blocks = order.size // tiles.choices + min(experts, order.size)
@@ -164,13 +168,15 @@ def _products(
 
 class _Form(NamedTuple):
     """The way in which matrices are kept: their format, None for plain ones; what is subtracted
-    from all codes; inputs that share a scale; and which further arrays there are."""
+    from all codes; inputs that share a scale; which further arrays there are; and whether scales are
+    the exponents of powers of two."""
 
     format: str | None
     middle: int
     group: int
     has_zeros: bool
     has_offsets: bool
+    has_powers: bool
 
     @property
     def is_packed(self) -> bool:
@@ -224,6 +230,10 @@ def _kernel(
                         mask=inside & there[None],
                         other=0,
                     )
+                    if form.has_powers and ref is group_refs[0]:
+                        # The exponent's bits of a float32; the smallest power is less than these.
+                        bits = found.astype(jnp.int32) << 23
+                        return lax.bitcast_convert_type(bits, jnp.float32)
                     return found.astype(jnp.float32)
 
                 matrix = _scaled(form, number, [functools.partial(of_group, r) for r in group_refs])

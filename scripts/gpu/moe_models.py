@@ -125,7 +125,7 @@ class Published(NamedTuple):
 
 MODELS = (
     Published("Qwen3-30B-A3B", QWEN3_30B_A3B),
-    Published("gpt-oss-20b", GPT_OSS_20B, Packing("mxfp4", 32, 2)),
+    Published("gpt-oss-20b", GPT_OSS_20B, Packing("mxfp4", 32, 1)),
     Published("DeepSeek-V3", DEEPSEEK_V3, Packing("fp8", 128, 4)),
 )
 """gpt-oss as it is published, DeepSeek-V3 with experts in blocks of 128 inputs as it is published:
@@ -160,7 +160,7 @@ def packed_experts(params: Any, packing: Packing | None) -> Any:
         if leaf.ndim != 3 or "moe" not in path:
             return leaf
         kind, (*lead, inputs) = FORMATS[packing.format], leaf.shape
-        scale = {2: jnp.bfloat16, 4: jnp.float32}[packing.scale_bytes]
+        scale = {1: jnp.float8_e8m0fnu, 4: jnp.float32}[packing.scale_bytes]
         codes, scales = (
             jax.ShapeDtypeStruct((*lead, number), dtype, sharding=leaf.sharding)
             for number, dtype in (

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from jaxshare.models import orbax_io
-from jaxshare.models.loading import local_folder
+from jaxshare.models.sources import local_folder
 from jaxshare.paths import check_folder
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.locks import OutputLock

@@ -107,9 +107,7 @@ def test_published_sizes():
     for name, parameters in published.items():
         whole = predicted.weight_bytes(MODELS[name].config, 1)
         assert whole / 2 == pytest.approx(parameters, rel=2e-3)
-    stored = predicted.weight_bytes(
-        MODELS["gpt-oss-20b"].config, 1, predicted.Packing("mxfp4", 32, 1)
-    )
+    stored = predicted.weight_bytes(MODELS["gpt-oss-20b"].config, 1, MODELS["gpt-oss-20b"].packing)
     assert stored / 2**30 == pytest.approx(12.8, rel=5e-3)
 
 

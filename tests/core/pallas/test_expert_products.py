@@ -1,5 +1,7 @@
 """Products with the matrices of experts, interpreted on the CPU, against float64 numpy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +113,18 @@ def test_quantised_matrices(format, group):
     # The right numbers are those of the tensor's own host code, rounded as x is.
     numbers = jnp.asarray(tensor.dequantised(np.float32), jnp.bfloat16)
     compare(x, expert, jax.tree.map(jnp.asarray, tensor), numbers)
+
+
+def test_scales_that_are_powers_of_two():
+    """As gpt-oss stores them: one byte, an exponent."""
+    x, expert, matrices = random(8, 5, 64, 3, 16, 2)
+    tensor = quantised(matrices, "mxfp4", 32)
+    exponents = np.random.default_rng(9).integers(-3, 4, tensor.scales.shape)
+    values = np.asarray(dataclasses.replace(tensor, scales=np.ones_like(tensor.scales)).numbers())
+    powers = (2.0**exponents).astype(np.float32).astype(jnp.float8_e8m0fnu)
+    stored = dataclasses.replace(tensor, scales=powers)
+    wanted = (values * 2.0 ** exponents[..., None]).reshape(matrices.shape)
+    compare(x, expert, jax.tree.map(jnp.asarray, stored), wanted)
 
 
 def test_zeros_offsets_and_an_order_of_inputs():
