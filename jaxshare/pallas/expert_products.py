@@ -107,7 +107,7 @@ def in_order(
     return jnp.sum(jnp.where(place == at[:, None], at, 0), axis=1, dtype=jnp.int32), ends
 
 
-class _Tiles(NamedTuple):
+class _ExpertTiles(NamedTuple):
     """The sizes of a product's tiles: choices, outputs, bytes of a row, and Triton's numbers."""
 
     choices: int
@@ -116,13 +116,15 @@ class _Tiles(NamedTuple):
     num_warps: int
 
 
-def _choose(choices: int, experts: int, outputs: int, packed: bool, device: Device) -> _Tiles:
+def _choose(choices: int, experts: int, outputs: int, packed: bool, device: Device) -> _ExpertTiles:
     mean = -(-choices // experts)
     rows = min(max(1 << (mean - 1).bit_length(), _LEAST_ROWS), _MOST_ROWS)
     # Where few experts have rows, narrow tiles keep all multiprocessors busy.
     active, wanted = min(choices, experts), 4 * device.multiprocessors
     width = next((n for n in (64, 32) if active * -(-outputs // n) >= wanted), 16)
-    return _Tiles(rows, width, 64 if packed else 128, {64: 4, 32: 2, 16: 1}[width] * (1 + packed))
+    return _ExpertTiles(
+        rows, width, 64 if packed else 128, {64: 4, 32: 2, 16: 1}[width] * (1 + packed)
+    )
 
 
 def _products(
@@ -137,14 +139,14 @@ def _products(
     from jax.experimental.pallas import triton as plt
 
     experts, outputs, _ = kernel.shape
-    arrays, form = [kernel], _Form(None, 0, 1, False, False, False)
+    arrays, form = [kernel], _MatrixForm(None, 0, 1, False, False, False)
     if isinstance(kernel, QuantisedTensor):
         scales, powers = kernel.scales, kernel.scales.dtype == jnp.float8_e8m0fnu
         if powers:  # which Triton does not have
             scales = lax.bitcast_convert_type(scales, jnp.uint8)
         given = (kernel.codes, scales, kernel.zeros, kernel.offsets)
         arrays = [each for each in given if each is not None]
-        form = _Form(
+        form = _MatrixForm(
             kernel.format,
             kernel.code_format.middle,
             kernel.group,
@@ -166,7 +168,7 @@ def _products(
     )(x, order, ends, *arrays)[: order.size]
 
 
-class _Form(NamedTuple):
+class _MatrixForm(NamedTuple):
     """The way in which matrices are kept: their format, None for plain ones; what is subtracted
     from all codes; inputs that share a scale; which further arrays there are; and whether scales are
     the exponents of powers of two."""
@@ -189,8 +191,8 @@ def _kernel(
     ends_ref: Any,
     codes_ref: Any,
     *rest: Any,
-    form: _Form,
-    tiles: _Tiles,
+    form: _MatrixForm,
+    tiles: _ExpertTiles,
     share: int,
 ) -> None:
     """Computes a tile of results.
@@ -281,7 +283,7 @@ def _own_block(ends_ref: Any, choices: int, number: Array) -> tuple[Array, Array
     return own(lane), own(start + (number - after + blocks) * choices), own(end)
 
 
-def _scaled(form: _Form, number: Array, of_group: list[Callable[[], Array]]) -> Array:
+def _scaled(form: _MatrixForm, number: Array, of_group: list[Callable[[], Array]]) -> Array:
     """The numbers of a matrix, of those that its codes stand for."""
     if form.format is None:
         return number
@@ -295,7 +297,7 @@ def _scaled(form: _Form, number: Array, of_group: list[Callable[[], Array]]) -> 
     return number - more.pop(0)() if form.has_offsets else number
 
 
-def _numbers(form: _Form, codes: Array, byte: Array) -> list[tuple[Array, Array]]:
+def _numbers(form: _MatrixForm, codes: Array, byte: Array) -> list[tuple[Array, Array]]:
     """The numbers that codes [L, B] stand for, and the input that each column is of; twice where a
     byte has two."""
     if not form.is_packed:

@@ -77,6 +77,11 @@ def _counted(sent: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, int]]:
 def experts_text(results: Sequence[Mapping[str, Any]]) -> str:
     done = [r for r in results if r["error"] is None]
     names = [f"{r['backend']}: {r['name']}" for r in done]
+    return "\n\n".join(each(names, done) for each in (_memory, _layers, _steps))
+
+
+def _memory(names: Sequence[str], done: Sequence[Mapping[str, Any]]) -> str:
+    """The table of what a device keeps."""
     memory = [
         (
             name,
@@ -90,6 +95,21 @@ def experts_text(results: Sequence[Mapping[str, Any]]) -> str:
         )
         for name, r in zip(names, done, strict=True)
     ]
+    return table(
+        (
+            "a device, GB (predicted)",
+            "weights",
+            "cache",
+            "temporary",
+            "weights in bfloat16",
+            "copies of experts",
+        ),
+        memory,
+    )
+
+
+def _layers(names: Sequence[str], done: Sequence[Mapping[str, Any]]) -> str:
+    """The table of what a layer launches and sends."""
     launches = [
         (
             f"{name}: {kind}",
@@ -103,6 +123,11 @@ def experts_text(results: Sequence[Mapping[str, Any]]) -> str:
         for name, r in zip(names, done, strict=True)
         for kind, found in r["measured"]["layer"].items()
     ]
+    return table(("a layer (predicted)", "launches", "by what", "sent"), launches)
+
+
+def _steps(names: Sequence[str], done: Sequence[Mapping[str, Any]]) -> str:
+    """The table of a step of all layers."""
     steps = [
         (
             name,
@@ -117,34 +142,18 @@ def experts_text(results: Sequence[Mapping[str, Any]]) -> str:
         )
         for name, r in zip(names, done, strict=True)
     ]
-    return "\n\n".join(
-        [
-            table(
-                (
-                    "a device, GB (predicted)",
-                    "weights",
-                    "cache",
-                    "temporary",
-                    "weights in bfloat16",
-                    "copies of experts",
-                ),
-                memory,
-            ),
-            table(("a layer (predicted)", "launches", "by what", "sent"), launches),
-            table(
-                (
-                    "a step of all layers (predicted)",
-                    "launches",
-                    "outside",
-                    "GB read: weights",
-                    "cache",
-                    "ms: weights",
-                    "cache",
-                    "sending",
-                    "launches",
-                    "all",
-                ),
-                steps,
-            ),
-        ]
+    return table(
+        (
+            "a step of all layers (predicted)",
+            "launches",
+            "outside",
+            "GB read: weights",
+            "cache",
+            "ms: weights",
+            "cache",
+            "sending",
+            "launches",
+            "all",
+        ),
+        steps,
     )

@@ -125,7 +125,7 @@ def numbers(
 
 
 def predict(model: Published, outside: int) -> dict[str, Any]:
-    """What a configuration predicts; launches outside of layers, most of them sampling's, are given."""
+    """Predicts from a configuration; launches outside of layers, mostly of sampling, are given."""
     config, rows = model.config, STEP.rows
     cached = predicted.cached_bytes(config, DEVICES, programs.HISTORY, STEP.own, rows)
     kinds = predicted.kinds(config)

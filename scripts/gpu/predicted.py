@@ -229,7 +229,7 @@ def sent_outside(config: ModelConfig, rows: int) -> list[Sent]:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What is assumed of a GPU: bytes/s of copies and of a link, seconds of a collective of few
+    """The assumptions on a GPU: bytes/s of copies and of a link, seconds of a collective of few
     bytes, and of a small kernel with its launch (benchmarks/roofline.md)."""
 
     copies: float
