@@ -94,9 +94,9 @@ def write(
     def local(arena: Arena, new: Arena, index: Array) -> Arena:
         return put(sharded, ((arena,), ()), index, ((new,), ()))[0][0]
 
-    new = jax.tree.map(lambda each: jnp.repeat(each, repeats, axis=0), new)
+    repeated: Any = jax.tree.map(lambda each: jnp.repeat(each, repeats, axis=0), new)
     return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(
-        arena, new, jnp.asarray(index)
+        arena, repeated, jnp.asarray(index)
     )
 
 

@@ -102,8 +102,8 @@ class QuantisedTensor:
       dtype: of the numbers that the tensor stands for, those of a model's plain parameters.
     """
 
-    codes: Shaped[Array | np.ndarray, "*_ O B"]
-    scales: Float[Array | np.ndarray, "*_ O G"]
+    codes: Shaped[Any, "*_ O B"]
+    scales: Float[Any, "*_ O G"]
     zeros: Int[Array | np.ndarray, "*_ O G"] | None = None
     offsets: Float[Array | np.ndarray, "*_ O G"] | None = None
     order: Int[Array | np.ndarray, " I"] | None = None
@@ -207,7 +207,7 @@ class QuantisedTensor:
         """Returns inputs in the order of the codes."""
         return x if self.order is None else jnp.take(x, self.order, axis=-1)
 
-    def numbers(self) -> Float[Array | np.ndarray, "*_ O G N"]:
+    def numbers(self) -> Float[Any, "*_ O G N"]:
         """The numbers of all codes in float32, by group, before zeros, scales and offsets."""
         numpy: Any = np if isinstance(self.codes, np.ndarray) else jnp
         kind = self.code_format
@@ -218,7 +218,7 @@ class QuantisedTensor:
             return numpy.asarray(kind.table, np.float32)[groups]
         return groups.astype(np.float32)
 
-    def dequantised(self, dtype: DTypeLike | None = None) -> Float[Array | np.ndarray, "*_ O I"]:
+    def dequantised(self, dtype: DTypeLike | None = None) -> Float[Any, "*_ O I"]:
         """Returns the numbers, computed in float32 and rounded to `dtype`, by default the tensor's."""
         numpy: Any = np if isinstance(self.codes, np.ndarray) else jnp
         found, kind = self.numbers(), self.code_format

@@ -190,7 +190,7 @@ class Decoder(nn.Module):
           sums to 1 over N, and is all 0 for a row without new tokens.
         """
         plans, shares = self._plans(cache, layout, count, tokens.shape[1]), []
-        how = {"scale": self.config.scale, "softcap": self.config.attention_softcap}
+        how: Any = {"scale": self.config.scale, "softcap": self.config.attention_softcap}
 
         def attend(layer: int, q: Array, k: Array, v: Array, sinks: Sinks) -> Array:
             nonlocal cache

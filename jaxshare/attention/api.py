@@ -156,7 +156,7 @@ def _check_shapes(
         )
 
 
-def _check_makers(q: Array, keys: Array, values: Array, makers: HeadMakers) -> None:
+def _check_makers(q: Array, keys: Arena, values: Arena, makers: HeadMakers) -> None:
     heads, own, latent = makers.keys.shape
     expected = (1, keys.shape[1], q.shape[3] - own + latent)
     if (

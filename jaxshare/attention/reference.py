@@ -12,8 +12,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
-from jaxshare.quantised import QuantisedTensor
-from jaxshare.quantised_cache import Arena
+from jaxshare.quantised_cache import Arena, wide
 from jaxshare.rope import Rope
 
 _FINE = 1024
@@ -39,11 +38,9 @@ def reference_attention(
             "it reads whole blocks, and here each device keeps a part of them"
         )
     # All of them are dequantised: the oracle takes the memory for it.
-    keys, values = (
-        a.dequantised(jnp.float32) if isinstance(a, QuantisedTensor) else a for a in (keys, values)
-    )
-    kv_heads, tokens, _ = keys.shape
-    values = values if values.shape[2] else keys[..., plan.rope.rotary_dim :]
+    all_keys, all_values = (wide(arena) for arena in (keys, values))
+    kv_heads, tokens, _ = all_keys.shape
+    all_values = all_values if values.shape[2] else all_keys[..., plan.rope.rotary_dim :]
     rows, width, heads, dim = q.shape
     out = []
     for r in range(rows):
@@ -51,7 +48,7 @@ def reference_attention(
         at = new_start + jnp.arange(width)
         if plan.window:
             sees &= at[:, None] - place[None] < plan.window
-        k = _rotated(keys.astype(jnp.float32), *_table(plan.rope, rotation))
+        k = _rotated(all_keys, *_table(plan.rope, rotation))
         cos, sin = _table(plan.rope, at)
         factor = np.float32(plan.rope.attention_factor)
         # [H, T, D]
@@ -67,10 +64,8 @@ def reference_attention(
         )
         scores = jnp.tanh(scores / softcap) * softcap if softcap else scores
         weights = _softmax(jnp.where(sees, scores, -jnp.inf), sinks)
-        mixed = jnp.einsum(
-            "kgts,ksd->kgtd", weights, values.astype(jnp.float32), precision="highest"
-        )
-        out.append(mixed.reshape(heads, width, values.shape[2]).swapaxes(0, 1))
+        mixed = jnp.einsum("kgts,ksd->kgtd", weights, all_values, precision="highest")
+        out.append(mixed.reshape(heads, width, all_values.shape[2]).swapaxes(0, 1))
     return jnp.stack(out).astype(q.dtype)
 
 

@@ -291,7 +291,7 @@ def _kernel(
                     masks = [(index < longest)[:, None]] * masked + [
                         (run.column < run.end)[None]
                     ] * run.padded
-                    mask = (
+                    mask: Any = (
                         {
                             "mask": functools.reduce(jnp.logical_and, masks),
                             "other": jnp.zeros((), ref.dtype),

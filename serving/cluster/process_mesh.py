@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -82,7 +82,7 @@ def mesh_of(options: argparse.Namespace) -> "Mesh | None":
       ValueError: sizes below 1, more devices than there are, fewer than all processes have, or data
         groups of several processes.
     """
-    sizes = sizes_of(options)
+    sizes: Any = sizes_of(options)
     together = is_together(options)
     if together and sizes["data"] > 1:
         raise ValueError(

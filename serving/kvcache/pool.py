@@ -85,9 +85,9 @@ class HostCopy:
 
         def part(tokens: slice, phase: int) -> HostCopy:
             # Arrays of its own, so that each part's memory is freed with that part.
-            return HostCopy(
-                *jax.tree.map(lambda a: a[:, tokens].copy(), (self.keys, self.values)), phase
-            )
+            both = self.keys, self.values
+            keys, values = jax.tree.map(lambda array: array[:, tokens].copy(), both)
+            return HostCopy(keys, values, phase)
 
         return part(slice(length), self.phase), part(slice(length, None), self.phase + length)
 
