@@ -61,9 +61,7 @@ def block_attention_share(
             # counted before are masked.
             start = jnp.minimum(first + i * tile, arena - tile)
             token = start + jnp.arange(tile) - first
-            k = wide(
-                jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1), keys)
-            )
+            k = wide(_tile(keys, start, tile))
             scores = jnp.einsum("tkgd,ksd->tkgs", query, k, precision="highest")
             scores = soft_capped(scores, softcap)
             real = (token >= i * tile) & (token < seen[:, None])
@@ -79,6 +77,10 @@ def block_attention_share(
 
     lse = jax.lax.map(block_lse, jnp.arange(rows * slots)).reshape(rows, slots, width, heads)
     return _shares(_over_devices(lse, plan.token_sharding.axis)).transpose(0, 2, 3, 1)
+
+
+def _tile(arena: Arena, start: Array, tile: int) -> Arena:
+    return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, tile, axis=1), arena)
 
 
 def _shares(lse: Array) -> Array:

@@ -130,7 +130,7 @@ def _check_free(name: str, bytes: int, free: int, where: str) -> None:
 
 
 def _logits_source(model: LoadedModel) -> str:
-    """What a Logits Cache's distributions depend on: the model, and how its caches approximate."""
+    """Returns the identity of the model and of the form of its caches, for a Logits Cache."""
     kept = (
         "" if model.approximate_kv is None else f" with keys and values as {model.approximate_kv}"
     )
