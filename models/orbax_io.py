@@ -79,7 +79,8 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
     check_folders(source, target)
     config = ModelConfig.from_json(source)
     from_orbax = is_checkpoint(source)
-    tensors = _read_orbax(source, config) if from_orbax else _read_safetensors(source, config)
+    read = _read_orbax if from_orbax else _read_safetensors
+    tensors: Iterator[tuple[str, Any]] = read(source, config)
     with new_folder(source, target) as partial:
         if from_orbax:
             _remove_quantization(partial / "config.json")
@@ -328,26 +329,7 @@ def restore_params(
 
     module = None if mesh is None else ShardedDecoder(fit(config, mesh), mesh)
 
-    def initial_sharding(path: tuple[str, ...], keys: Any, leaf: Any) -> Sharding:
-        if module is None:
-            return SingleDeviceSharding(default_device())
-        if repeats(path, config, module.mesh) > 1:  # replicated until its heads are repeated
-            return NamedSharding(module.mesh, PartitionSpec())
-        return sharding.sharding(module.mesh, _names(module, path, keys, leaf))
-
-    def form(path: tuple[str, ...], parameter: Any) -> Any:
-        if is_quantised(parameter) and module is not None:
-            check_split(parameter, path, module)
-
-        def of_array(keys: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            kept = leaf.dtype if is_quantised(parameter) else kept_dtype(path, dtype)
-            return jax.ShapeDtypeStruct(
-                leaf.shape, kept, sharding=initial_sharding(path, keys, leaf)
-            )
-
-        return as_saved(jax.tree.map_with_path(of_array, parameter))
-
-    target = nested({path: form(path, parameter) for path, parameter in parameters.items()})
+    target = _targets(parameters, config, dtype, module)
     try:
         with ocp.StandardCheckpointer() as checkpointer, waiting_for_reads():
             tree = checkpointer.restore((folder / PARAMS).resolve(), target)
@@ -365,23 +347,50 @@ def restore_params(
         path = param_path(keys)
         if repeats(path, config, module.mesh) == 1:
             return value
-        target = jax.tree.map_with_path(
-            lambda keys, leaf: sharding.sharding(module.mesh, _names(module, path, keys, leaf)),
-            value,
+        run = jax.jit(
+            lambda value: fit_params(value, path, config, module.mesh),
+            out_shardings=jax.tree.map_with_path(
+                lambda keys, leaf: _sharding(module, path, keys, leaf), value
+            ),
         )
-        return jax.jit(lambda v: fit_params(v, path, config, module.mesh), out_shardings=target)(
-            value
-        )
+        return run(value)
 
     return {"params": jax.tree.map_with_path(repeat_heads, params, is_leaf=is_quantised)}
 
 
-def _names(
-    module: ShardedDecoder, path: tuple[str, ...], keys: Any, leaf: Any
-) -> sharding.LogicalAxes:
-    """The logical names of the dimensions of a parameter, or of an array of a quantised one."""
+def _targets(
+    parameters: Mapping[tuple[str, ...], Any],
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    module: ShardedDecoder | None,
+) -> dict[str, Any]:
+    """The tree of arrays to restore, with their dtypes and devices. Parameters whose heads will be
+    repeated are on all devices until then."""
+
+    def placed(path: tuple[str, ...], keys: Any, leaf: Any) -> Sharding:
+        if module is None:
+            return SingleDeviceSharding(default_device())
+        if repeats(path, config, module.mesh) > 1:
+            return NamedSharding(module.mesh, PartitionSpec())
+        return _sharding(module, path, keys, leaf)
+
+    def target(path: tuple[str, ...], parameter: Any) -> Any:
+        if is_quantised(parameter) and module is not None:
+            check_split(parameter, path, module)
+
+        def of_array(keys: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            kept = leaf.dtype if is_quantised(parameter) else kept_dtype(path, dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=placed(path, keys, leaf))
+
+        return as_saved(jax.tree.map_with_path(of_array, parameter))
+
+    return nested({path: target(path, parameter) for path, parameter in parameters.items()})
+
+
+def _sharding(module: ShardedDecoder, path: tuple[str, ...], keys: Any, leaf: Any) -> Sharding:
+    """The sharding of a parameter; or of an array of a quantised one, which `keys` lead to."""
     names = module.names(path)
-    return names_of_array(names, keys, leaf) if keys else names
+    return sharding.sharding(module.mesh, names_of_array(names, keys, leaf) if keys else names)
 
 
 def _check_finite(

@@ -104,7 +104,7 @@ def _problems_of_quantised(
     unexpected: list[str],
     quantisation: Quantisation | None,
 ) -> list[str]:
-    """What is wrong with quantised matrices, beyond arrays that are missing.
+    """Lists what is wrong with quantised matrices, beyond arrays that are missing.
 
     Args:
       expected, stored: see `match_tensors`.
@@ -229,7 +229,7 @@ def _check_finite(
 
 
 def _problem_of_numbers(value: QuantisedTensor) -> str:
-    """What is wrong with the numbers of a quantised tensor; empty if nothing is."""
+    """Names what is wrong with the numbers of a quantised tensor; empty if nothing is."""
     scales = np.asarray(value.scales).astype(np.float32)
     if not np.isfinite(scales).all():
         return "scales that are NaN or infinite"

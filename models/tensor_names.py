@@ -364,7 +364,7 @@ def stored_shapes(expected: Mapping[str, ExpectedTensor]) -> dict[str, tuple[int
     return {name: array.shapes[0] for name, array in stored_arrays(expected).items()}
 
 
-def assembled(tensor: ExpectedTensor, read: Callable[[Part], Parameter]) -> Parameter:
+def assembled(tensor: ExpectedTensor, read: Callable[[Part], Any]) -> Parameter:
     """Returns a parameter of a checkpoint; `read` gives rows of its tensors.
 
     Raises:

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -11,6 +12,7 @@ from jaxshare.cpu.ir import I8, I16, VOID, Code, Val
 
 FEATURES = frozenset({"amx-tile", "amx-bf16"})
 NUM_TILES, ROWS, ROW_BYTES = 8, 16, 64
+_WHOLE = ((ROWS, ROW_BYTES),) * NUM_TILES
 _REQUEST, _TILE_DATA = 0x1023, 18
 _PRCTL = 158
 
@@ -30,15 +32,20 @@ class MatrixUnit:
     are side by side: [16, 16 x 2], all bfloat16; it is added to a tile of float32 [16, 16].
     """
 
-    def __init__(self, code: Code):
-        """Configures the tiles, in the code that is written."""
+    def __init__(self, code: Code, shapes: Sequence[tuple[int, int]] = _WHOLE):
+        """Configures the tiles, in the code that is written.
+
+        Args:
+          code: of the function.
+          shapes: the rows of each tile, and the bytes of a row; default all.
+        """
         self._code = code
         config = code.array(I8, 64)
         for at in range(0, 64, 8):
             code.store(code.constant(1 if at == 0 else 0), config + at)
-        for tile in range(NUM_TILES):
-            code.store(code.constant(ROWS, I8), config + (48 + tile))
-            code.store(code.constant(ROW_BYTES, I16), config + (16 + 2 * tile))
+        for tile, (rows, row_bytes) in enumerate(shapes):
+            code.store(code.constant(rows, I8), config + (48 + tile))
+            code.store(code.constant(row_bytes, I16), config + (16 + 2 * tile))
         code.external("llvm.x86.ldtilecfg", VOID, config)
 
     def zero(self, tile: int) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxshare.models.config_fields import Fields
-from jaxshare.models.quantisation.codes import as_stored_codes, as_stored_zeros, unpacked
+from jaxshare.models.quantisation.codes import as_stored_codes, as_stored_zeros
 from jaxshare.models.quantisation.matching import Quantisation, names_in
 from jaxshare.models.quantisation.stored import StoredArray, StoredForm, group_problem
 from jaxshare.quantised import QuantisedTensor
 
 _BITS, _IN_WORD = 4, 8
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word of each of the eight outputs that it has."""
+_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The outputs whose codes a word has, those in low bits first."""
 
 _NO_EFFECT = frozenset(
     {"backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "quant_method"}
@@ -64,8 +64,11 @@ class AWQForm(StoredForm):
 
 def _outputs(words: np.ndarray) -> np.ndarray:
     """The codes [out, rows] of words [rows, out / 8]."""
-    codes = unpacked(words, _BITS).reshape(-1, words.shape[-1], _IN_WORD)
-    return np.ascontiguousarray(codes[..., _PLACES].reshape(words.shape[0], -1).T)
+    turned = np.ascontiguousarray(words.T)
+    codes = np.empty((words.shape[1], _IN_WORD, words.shape[0]), np.uint8)
+    for place, output in enumerate(_OUTPUTS):
+        codes[:, output] = (turned >> (_BITS * place)).astype(np.uint8) & 15
+    return codes.reshape(-1, words.shape[0])
 
 
 def read_awq(fields: Fields) -> Quantisation:

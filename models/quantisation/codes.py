@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -72,7 +73,7 @@ def stacked(count: int, matrices: Iterable[QuantisedTensor]) -> QuantisedTensor:
     Raises:
       ValueError: matrices with orders of their own.
     """
-    whole: QuantisedTensor | None = None
+    whole: Any = None
     for index, matrix in enumerate(matrices):
         if whole is None:
             whole = jax.tree.map(lambda each: np.empty((count, *each.shape), each.dtype), matrix)
@@ -87,7 +88,6 @@ def stacked(count: int, matrices: Iterable[QuantisedTensor]) -> QuantisedTensor:
         for name in ("codes", "scales", "zeros", "offsets"):
             if (target := getattr(whole, name)) is not None:
                 target[index] = getattr(matrix, name)
-    assert whole is not None
     return whole
 
 

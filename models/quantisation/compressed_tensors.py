@@ -17,7 +17,7 @@ from jaxshare.models.quantisation.codes import (
     order_of,
     unpacked,
 )
-from jaxshare.models.quantisation.fp8 import read_block, scales_of_rows
+from jaxshare.models.quantisation.fp8 import group_of_blocks, read_block, scales_of_rows
 from jaxshare.models.quantisation.matching import Quantisation, names_in
 from jaxshare.models.quantisation.stored import FLOATS, StoredArray, StoredForm, group_problem
 from jaxshare.quantised import QuantisedTensor
@@ -35,7 +35,14 @@ _UNUSED = frozenset(
         "v_zero_point",
     }
 )
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_PACKED = "pack-quantized"
+_FORMATS = {
+    _PACKED: (("int", 4), ("int", 8)),
+    "int-quantized": (("int", 8),),
+    "float-quantized": (("float", 8),),
+    "naive-quantized": (("int", 8), ("float", 8)),
+}
+"""The types and bits of weights in each format."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -65,7 +72,9 @@ class _Scales:
         return ((outputs, -(-inputs // self.group)),)
 
     def of_inputs(self, inputs: int) -> int:
-        """The inputs of a group."""
+        """The inputs of a row that share a scale."""
+        if self.block is not None:
+            return group_of_blocks(inputs, self.block[1])
         return self.group if self.strategy == "group" else inputs
 
     def by_row(self, scales: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -237,22 +246,18 @@ def _read_group(group: Fields, format: str) -> tuple[tuple[str, ...], StoredForm
         raise group.error(
             "format", f"the format {format} is not read; those that are: {', '.join(_FORMATS)}"
         )
-    if (kind, bits) not in ((("int", 4), ("int", 8)) if format == _FORMATS[0] else _UNPACKED):
-        raise weights.error(
-            "num_bits", f"weights of type {kind} in {format} must have 8 bits, or 4"
-        )
+    if (kind, bits) not in _FORMATS[format]:
+        kinds = " or ".join(f"{kind} with num_bits {bits}" for kind, bits in _FORMATS[format])
+        raise weights.error("num_bits", f"weights in {format} must be of type {kinds}, not {kind}")
     if weights.take("dynamic", bool, False):
         raise weights.error("dynamic", "weights must have scales that are stored")
     weights.given("actorder")  # weight_g_idx tells it
     scales, symmetric = _read_scales(weights), weights.take("symmetric", bool, True)
     weights.finish(_NO_EFFECT_ON_WEIGHTS)
     group.finish()
-    if format == _FORMATS[0]:
+    if format == _PACKED:
         return targets, PackedForm(bits, scales, not symmetric)
-    return targets, UnpackedForm(_UNPACKED[kind, bits], scales, not symmetric)
-
-
-_UNPACKED = {("int", 8): "int8", ("float", 8): "fp8"}
+    return targets, UnpackedForm("int8" if kind == "int" else "fp8", scales, not symmetric)
 
 
 def _read_scales(weights: Fields) -> _Scales:

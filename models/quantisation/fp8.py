@@ -70,17 +70,22 @@ class FP8Form(StoredForm):
         )
 
 
+def group_of_blocks(inputs: int, columns: int) -> int:
+    """Returns the inputs that share a scale in rows of blocks with this many columns. The last block
+    of a row may have fewer: groups are then smaller ones that divide all blocks."""
+    return math.gcd(inputs, columns) if inputs > columns else inputs
+
+
 def scales_of_rows(
     scales: np.ndarray, shape: tuple[int, ...], block: tuple[int, int] | None
 ) -> np.ndarray:
     """Returns scales [out, groups] of a matrix from one scale, from those of outputs, or from those
-    of blocks. The last block of a row may have fewer inputs: groups are then smaller ones that
-    divide all blocks."""
+    of blocks."""
     outputs, inputs = shape
     if block is None:
         return np.ascontiguousarray(np.broadcast_to(scales.reshape(-1, 1), (outputs, 1)))
     rows, columns = block
-    group = math.gcd(inputs, columns) if inputs > columns else inputs
+    group = group_of_blocks(inputs, columns)
     by_row = np.repeat(scales, rows, axis=0)[:outputs]
     return np.repeat(by_row, -(-columns // group), axis=1)[:, : inputs // group]
 

@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised, and in which stored form."""
+"""The layers of a model that are quantised, and their stored forms."""
 
 import dataclasses
 import re

@@ -20,7 +20,7 @@ METHODS: Mapping[str, Callable[[Fields], Quantisation]] = {
     "fbgemm_fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
 }
-"""What reads the settings of each method, by its name in config.json."""
+"""The readers of the settings of each method, by its name in config.json."""
 
 
 def read_quantisation(fields: Fields, others: Collection[str] = ()) -> Quantisation | None:

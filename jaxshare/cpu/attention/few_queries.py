@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from jaxshare.cpu.attention.few_tiles import serves, write_few_tiles
 from jaxshare.cpu.attention.tiles import TILE, seen_of, write_softmax
 from jaxshare.cpu.attention.work import FEW, WORK, Shape
 from jaxshare.cpu.ir import BF16, BYTES, F32, I16, I32, I64, PTR, Code, Val, Var, ir
@@ -14,15 +15,21 @@ _LINE_BYTES = 64
 
 
 def write_few(shape: Shape, call: Call) -> Code:
-    """few(work, query, queries, keys, values): takes a segment into the sums of 1 to FEW queries."""
-    code = Code(call.module, call.machine, "few", [PTR, I64, I64, PTR, PTR])
-    work, query, queries, keys, values = code.args
+    """few(work, query, queries, keys, values, ahead...): takes a segment into the sums of 1 to FEW
+    queries. The last arguments are the keys, values and tokens of the segment that comes next."""
+    code = Code(call.module, call.machine, "few", [PTR, I64, I64, PTR, PTR, PTR, PTR, I64])
+    work, query, queries, keys, values, *ahead = code.args
     w = WORK.read_all(code, work)
     lanes = code.machine.lanes
     rounds = shape.dots_pairs(code.machine)
     line = shape.padded(2 * lanes) * 2 if rounds else shape.padded(lanes) * 4
     _, highest = seen_of(code, w, query, queries)
-    for number in range(1, FEW + 1):
+    # More are multiplied by the matrix unit, where it does that.
+    most = 1 if shape.uses_tiles(code.machine) and serves(shape) else FEW
+    if most < FEW:
+        with code.where(queries > most):
+            code.call(write_few_tiles(shape, call), work, query, queries, keys, values, *ahead)
+    for number in range(1, most + 1):
         tile = _write_tile(shape, call, number)
         with code.where(queries.equals(number)), code.loop(0, highest, TILE) as first:
             start = first * shape.token_bytes

@@ -37,15 +37,26 @@ def write_piece(shape: Shape, call: Call) -> Code:
     kv_head = index % w.kv_heads
     query = kv_head * w.num_queries + item.query
     count = item.readers * w.width * w.group
-    start = kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
-    keys, values = (each + start * shape.token_bytes for each in (w.keys, w.values))
+    keys, values = _places(shape, code, w, item, kv_head)
+    after = code.min(index + 1, w.num_items * w.kv_heads - 1)
+    following = ITEM.read_all(code, w.items + after // w.kv_heads * ITEM.bytes)
+    ahead = *_places(shape, code, w, following, after % w.kv_heads), following.tokens
     is_few = count <= FEW
-    for condition, queries, read in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
-        with code.where(condition):
-            code.call(queries, work, kv_head, query, item.first, item.reader, item.readers)
-            code.call(read, work, query, count, keys, values)
+    prepared = kv_head, query, item.first, item.reader, item.readers
+    with code.where(is_few):
+        code.call(prepare, work, *prepared)
+        code.call(few, work, query, count, keys, values, *ahead)
+    with code.where(count > FEW):
+        code.call(prepare_many, work, *prepared)
+        code.call(many, work, query, count, keys, values)
     code.give()
     return code
+
+
+def _places(shape: Shape, code: Code, w: Any, item: Any, kv_head: Val) -> tuple[Val, Val]:
+    """Where the keys and the values of a segment begin, for one kv head."""
+    start = kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
+    return w.keys + start * shape.token_bytes, w.values + start * shape.token_bytes
 
 
 def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:

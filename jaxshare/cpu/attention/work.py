@@ -78,9 +78,9 @@ WORK = Record(
 PAIR = Record(("item", "step", "position", "segments"))
 """A block that a row lists: the piece of work with its first segment, the pieces between one segment
 and the next, its place among the readers of a piece, and its segments, 0 if it reads nothing."""
-ITEM = Record(("block", "first", "reader", "readers", "query"))
-"""A piece of work: a block, the first token of the segment, the first of its readers in `order` and
-their number, and the number of its first query."""
+ITEM = Record(("block", "first", "tokens", "reader", "readers", "query"))
+"""A piece of work: a block, the first token of the segment and their number, the first of its
+readers in `order` and their number, and the number of its first query."""
 _READERS = Record(("count", "start", "longest"))
 """Of a block: its readers, where they start in `order`, and the most tokens that one of them sees."""
 
@@ -180,6 +180,7 @@ def _write_items(shape: Shape, call: Call) -> Code:
                 w.items + item.get() * ITEM.bytes,
                 block=block,
                 first=segment * SEGMENT,
+                tokens=code.min(found.longest - segment * SEGMENT, SEGMENT),
                 reader=found.start + group * per_item,
                 readers=count,
                 query=query.get(),
