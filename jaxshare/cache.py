@@ -55,7 +55,7 @@ class KVCache:
       rope: the rotation of the keys (static).
       layer_ropes: that of each layer's keys where layers differ; else empty (static).
       mesh: the devices over which the arenas are spread, or None for one device (static). kv heads
-        are cut along its axis `tensor`, tokens dealt out along `kv` (`CyclicSharding`); all else is
+        are cut along its axes `expert` and `tensor`, tokens dealt out along `kv` (`CyclicSharding`); all else is
         on every device.
     """
 

@@ -20,7 +20,7 @@ from jaxshare import sharding
 from jaxshare.arena import ARENA, put, take
 from jaxshare.cache import KVCache
 from jaxshare.layout import bucket
-from jaxshare.sharding import KV, TENSOR, CyclicSharding, on_each
+from jaxshare.sharding import KV, MODEL_AXES, CyclicSharding, axis_size, on_each
 
 _MIN_LENGTH = 128
 _ARENA, _WINDOW, _NONE = (
@@ -109,9 +109,10 @@ def abstract_like(
 
 def _window_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """The sharding of [heads, N, D]: N over as many devices as divide it."""
-    kv, tensor = mesh.shape[KV], mesh.shape[TENSOR]
-    axes = (KV, TENSOR) if shape[1] % (kv * tensor) == 0 else (KV,) if shape[1] % kv == 0 else ()
-    return NamedSharding(mesh, PartitionSpec(None, axes) if axes else _NONE)
+    for axes in ((KV, *MODEL_AXES), (KV,)):
+        if shape[1] % axis_size(mesh, axes) == 0:
+            return NamedSharding(mesh, PartitionSpec(None, axes))
+    return NamedSharding(mesh, _NONE)
 
 
 def with_tokens(

@@ -1,8 +1,10 @@
 """Meshes: how parameters, caches and logits are spread over devices.
 
-A mesh has three axes, by name:
+A mesh has four axes, by name:
 
   data    independent groups of rows, each with a cache of its own
+  expert  the experts of a mixture; heads, the MLP and the vocabulary as along `tensor`, so that no
+          device repeats the work of another
   tensor  heads, the MLP and the vocabulary (Hogwild! appendix B: every device keeps all blocks, of
           some heads)
   kv      the tokens of caches: every device keeps a part of every block, of all its heads, and
@@ -11,7 +13,7 @@ A mesh has three axes, by name:
 The dimensions of a model's or a cache's arrays are named once, where they are created
 (`LogicalAxes`), and `RULES` says which axis of the mesh each name is cut along. A function is
 written for one device's parts and says where the devices' results are added; `on_each` runs it on
-every device. Inside `on_each`, and under a caller's own `jax.shard_map` over all three axes, such
+every device. Inside `on_each`, and under a caller's own `jax.shard_map` over all axes, such
 a function runs unchanged.
 """
 
@@ -27,18 +29,24 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Integer, Shaped
 
-DATA, TENSOR, KV = "data", "tensor", "kv"
-AXES = (DATA, TENSOR, KV)
+DATA, EXPERT, TENSOR, KV = "data", "expert", "tensor", "kv"
+AXES = (DATA, EXPERT, TENSOR, KV)
+Axis = str | tuple[str, ...]
+"""An axis of a mesh, or several that are used as one, the first of them outermost."""
+MODEL_AXES = (EXPERT, TENSOR)
+"""The axes over which devices have parts of one model."""
 
 LogicalAxes = tuple[str | None, ...]
 """The name of each dimension of an array; None for one that is never cut."""
 
-RULES: Mapping[str, str] = {
-    "heads": TENSOR,
-    "kv_heads": TENSOR,
-    "mlp": TENSOR,
-    "experts": TENSOR,
-    "vocab": TENSOR,
+RULES: Mapping[str, Axis] = {
+    "heads": MODEL_AXES,
+    "kv_heads": MODEL_AXES,
+    "mlp": MODEL_AXES,
+    "experts": MODEL_AXES,
+    "expert_groups": EXPERT,
+    "units": TENSOR,
+    "vocab": MODEL_AXES,
     "tokens": KV,
 }
 """The axis of a mesh along which each named dimension is cut."""
@@ -50,14 +58,19 @@ whole tiles."""
 
 
 def make_mesh(
-    *, data: int = 1, tensor: int = 1, kv: int = 1, devices: Sequence[Any] | None = None
+    *,
+    data: int = 1,
+    expert: int = 1,
+    tensor: int = 1,
+    kv: int = 1,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Makes a mesh with the axes `data`, `tensor` and `kv`.
+    """Makes a mesh with the axes `data`, `expert`, `tensor` and `kv`.
 
-    Neighbouring devices share `kv`, then `tensor`: those that communicate most are closest.
+    Neighbouring devices share `kv`, then `tensor`: those that communicate most often are closest.
 
     Args:
-      data, tensor, kv: sizes of the axes.
+      data, expert, tensor, kv: sizes of the axes.
       devices: devices to use, as `jax.devices()` gives them; default the first of all. Where
         several processes run together all are used, because each process must take part.
 
@@ -65,12 +78,13 @@ def make_mesh(
       ValueError: a size below 1, more devices than there are, or sizes that do not multiply to the
         number of `devices`.
     """
-    sizes = dict(zip(AXES, (data, tensor, kv), strict=True))
+    sizes = dict(zip(AXES, (data, expert, tensor, kv), strict=True))
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} is {size}; an axis of a mesh has at least 1 device")
     needed = math.prod(sizes.values())
-    shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    named = {name: size for name, size in sizes.items() if name != EXPERT or size > 1}
+    shape = " x ".join(f"{name} {size}" for name, size in named.items())
     found = list(jax.devices() if devices is None else devices)
     if needed > len(found):
         here = (
@@ -88,7 +102,7 @@ def make_mesh(
             f"a mesh of {shape} has {needed} devices, but {len(found)} are to be used, and every "
             f"one must take part; choose sizes that multiply to {len(found)}"
         )
-    return Mesh(np.asarray(found[:needed]).reshape(data, tensor, kv), AXES)
+    return Mesh(np.asarray(found[:needed]).reshape(data, expert, tensor, kv), AXES)
 
 
 def data_groups(mesh: Mesh) -> list[Mesh]:
@@ -96,7 +110,7 @@ def data_groups(mesh: Mesh) -> list[Mesh]:
     return [Mesh(mesh.devices[i : i + 1], AXES) for i in range(mesh.shape[DATA])]
 
 
-def spec(names: LogicalAxes, rules: Mapping[str, str] = RULES) -> PartitionSpec:
+def spec(names: LogicalAxes, rules: Mapping[str, Axis] = RULES) -> PartitionSpec:
     """The PartitionSpec of an array whose dimensions have these names.
 
     Raises:
@@ -108,10 +122,10 @@ def spec(names: LogicalAxes, rules: Mapping[str, str] = RULES) -> PartitionSpec:
             f"{', '.join(rules)}"
         )
     axes = [None if name is None else rules[name] for name in names]
-    cut = [axis for axis in axes if axis is not None]
+    cut = [axis for axis in axes for axis in _each(axis)]
     if twice := [axis for axis in cut if cut.count(axis) > 1]:
         which = " and ".join(
-            repr(name) for name, axis in zip(names, axes, strict=True) if axis == twice[0]
+            repr(name) for name, axis in zip(names, axes, strict=True) if twice[0] in _each(axis)
         )
         raise ValueError(
             f"the dimensions {which} of {names} would both be cut along the axis {twice[0]!r} of "
@@ -127,7 +141,7 @@ def check_shape(
     shape: Sequence[int],
     names: LogicalAxes,
     mesh: Mesh,
-    rules: Mapping[str, str] = RULES,
+    rules: Mapping[str, Axis] = RULES,
 ) -> None:
     """Raises ValueError where a dimension does not divide over the axis that it is cut along.
 
@@ -137,12 +151,15 @@ def check_shape(
       mesh, rules: what it is cut over, and how.
     """
     for size, axis, name in zip(shape, spec(names, rules), names, strict=False):
-        if axis is not None and size % mesh.shape[axis]:
-            fits = [n for n in range(1, mesh.shape[axis]) if size % n == 0]
+        devices = axis_size(mesh, axis)
+        if axis is not None and size % devices:
+            fits = [n for n in range(1, devices) if size % n == 0]
+            used = [each for each in _each(axis) if mesh.shape[each] > 1]
+            which = " x ".join(map(repr, used))
             raise ValueError(
-                f"{what} has {size} along {name!r}, which does not divide over {mesh.shape[axis]} "
-                f"devices, the mesh's axis {axis!r}; {axis} {' or '.join(map(str, fits[-3:]))} "
-                "would do"
+                f"{what} has {size} along {name!r}, which does not divide over {devices} devices, "
+                f"the mesh's {'axes' if len(used) > 1 else 'axis'} {which}; "
+                f"{' x '.join(used)} {' or '.join(map(str, fits[-3:]))} would do"
             )
 
 
@@ -151,14 +168,26 @@ def sharding(mesh: Mesh, names: LogicalAxes) -> NamedSharding:
     return NamedSharding(mesh, spec(names))
 
 
-def axis_size(mesh: Mesh | None, axis: str) -> int:
+def _each(axis: Axis | None) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
+
+
+def axis_size(mesh: Mesh | None, axis: Axis | None) -> int:
     """The number of devices along an axis; 1 without a mesh."""
-    return 1 if mesh is None else mesh.shape[axis]
+    return 1 if mesh is None else math.prod(mesh.shape[each] for each in _each(axis))
 
 
-def axis_in_use(mesh: Mesh | None, axis: str) -> str | None:
-    """The axis, for collectives over it, or None where one device has everything."""
-    return axis if axis_size(mesh, axis) > 1 else None
+def axis_in_use(mesh: Mesh | None, axis: Axis) -> Axis | None:
+    """The axis, or those of several that have more than one device, for collectives; None where one
+    device has everything."""
+    used = tuple(each for each in _each(axis) if axis_size(mesh, each) > 1)
+    return used[0] if len(used) == 1 else used or None
+
+
+def axis_without(axis: Axis | None, other: str) -> Axis | None:
+    """The axes that are left of some without one of them; None for none."""
+    rest = tuple(each for each in _each(axis) if each != other)
+    return rest[0] if len(rest) == 1 else rest or None
 
 
 def inside() -> bool:
@@ -186,17 +215,17 @@ def on_each[**P, R](
     )  # pyright: ignore
 
 
-def psum[T](x: T, axis: str | None) -> T:
+def psum[T](x: T, axis: Axis | None) -> T:
     """The sum of a pytree of arrays over an axis, or `x` for None."""
     return x if axis is None else lax.psum(x, axis)
 
 
-def pmax(x: Shaped[Array, "*shape"], axis: str | None) -> Shaped[Array, "*shape"]:
+def pmax(x: Shaped[Array, "*shape"], axis: Axis | None) -> Shaped[Array, "*shape"]:
     """The largest value over an axis, or `x` for None."""
     return x if axis is None else lax.pmax(x, axis)
 
 
-def gathered(x: Shaped[Array, "*shape part"], axis: str | None) -> Shaped[Array, "*shape whole"]:
+def gathered(x: Shaped[Array, "*shape part"], axis: Axis | None) -> Shaped[Array, "*shape whole"]:
     """The parts of the devices of an axis, concatenated along the last dimension, or `x` for
     None."""
     return x if axis is None else lax.all_gather(x, axis, axis=x.ndim - 1, tiled=True)
@@ -221,7 +250,8 @@ class CyclicSharding:
     @classmethod
     def over(cls, mesh: Mesh | None) -> "CyclicSharding":
         """The sharding of the tokens of a cache on this mesh."""
-        return cls(axis_in_use(mesh, KV), axis_size(mesh, KV))
+        devices = axis_size(mesh, KV)
+        return cls(KV if devices > 1 else None, devices)
 
     @property
     def period(self) -> int:

@@ -13,11 +13,13 @@ from jaxtyping import Bool, Float
 
 from jaxshare.cpu import Implementation
 from jaxshare.models.config import LayerForm, ModelConfig
+from jaxshare.models.expert_parallel import TokenShare
 from jaxshare.models.experts import MixtureOfExperts
 from jaxshare.models.latent_attention import LatentAttention
 from jaxshare.models.linear import Linear, projections
 from jaxshare.models.norm import RMSNorm
 from jaxshare.models.packed import GATE_UP, QKV, part_sizes
+from jaxshare.sharding import Axis
 
 Sinks = Float[Array, " H"] | None
 """For each head a score beside those of all keys, in models that have them."""
@@ -36,14 +38,16 @@ class Attention(nn.Module):
       config: of the model, or of one device's part of it.
       axis: the mesh axis over which heads are split.
       implementation: of products.
+      share: the tokens whose output this device keeps, [S, M]; None for all.
     """
 
     config: ModelConfig
-    axis: str | None = None
+    axis: Axis | None = None
     implementation: Implementation = "xla"
+    share: TokenShare | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "R T M"]:
+    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "..."]:
         c = self.config
         how = {"bias": c.qkv_bias, "implementation": self.implementation}
         found = projections(self, x, QKV, part_sizes(c)[QKV], **how)
@@ -59,9 +63,10 @@ class Attention(nn.Module):
         if c.attention_sinks:
             sinks = self.param("sinks", nn.initializers.normal(), (c.num_heads,))
         out = attend(q, k, v, sinks)
-        return Linear(
-            c.hidden_size, c.out_bias, axis=self.axis, implementation=self.implementation, name="o"
-        )(out.reshape(*x.shape[:-1], c.num_heads * c.head_dim))
+        how = {"axis": self.axis, "share": self.share, "implementation": self.implementation}
+        return Linear(c.hidden_size, c.out_bias, **how, name="o")(
+            out.reshape(*x.shape[:-1], c.num_heads * c.head_dim)
+        )
 
 
 class MLP(nn.Module):
@@ -74,7 +79,7 @@ class MLP(nn.Module):
     """
 
     config: ModelConfig
-    axis: str | None = None
+    axis: Axis | None = None
     implementation: Implementation = "xla"
 
     @nn.compact
@@ -98,7 +103,7 @@ class Layer(nn.Module):
     """
 
     config: ModelConfig
-    axis: str | None = None
+    axis: Axis | None = None
     implementation: Implementation = "xla"
     form: LayerForm | None = None
 
@@ -111,17 +116,27 @@ class Layer(nn.Module):
     ) -> Float[Array, "R T M"]:
         """Computes a layer; experts compute the tokens that are `real` alone, by default all."""
         c, how = self.config, (self.config, self.axis, self.implementation)
+        is_sparse = c.moe is not None and self.form is not None and self.form.is_sparse
+        share = TokenShare.of(c.moe, x.shape[0] * x.shape[1]) if is_sparse else None
         norm = functools.partial(RMSNorm, c.norm_eps, self.implementation, c.norm_adds_one)
 
-        def added(x: Array, name: str, part: Callable[[Array], Array]) -> Array:
+        def added(
+            x: Array,
+            name: str,
+            part: Callable[[Array], Array],
+            kept: Callable[[Array], Array] = lambda x: x,
+        ) -> Array:
             inner = x if c.norm_placement == "post" else norm(name=f"{name}_norm")(x)
             out = part(inner)
             out = out if c.norm_placement == "pre" else norm(name=f"{name}_post_norm")(out)
-            return x + (out if c.residual_multiplier == 1 else out * c.residual_multiplier)
+            return kept(x) + (out if c.residual_multiplier == 1 else out * c.residual_multiplier)
 
-        attention = (LatentAttention if c.mla else Attention)(*how, name="attention")
-        x = added(x, "attention", lambda x: attention(x, attend))
-        if c.moe is None or self.form is None or not self.form.is_sparse:
+        attention = (LatentAttention if c.mla else Attention)(*how, share, name="attention")
+        shape, own = x.shape, share.own if share else lambda x: x
+        x = added(x, "attention", lambda x: attention(x, attend), own)
+        if c.moe is None or not is_sparse:
             return added(x, "mlp", MLP(*how, name="mlp"))
-        experts = MixtureOfExperts(c.moe, self.axis, self.implementation, name="moe")
-        return added(x, "mlp", lambda x: experts(x, real))
+        experts = MixtureOfExperts(c.moe, self.axis, self.implementation, share, name="moe")
+        kept = None if real is None else own(real)
+        x = added(x, "mlp", lambda x: experts(x, kept))
+        return share.whole(x, shape) if share else x

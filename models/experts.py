@@ -1,7 +1,8 @@
 """The MLP of a layer with a mixture of experts.
 
 Each token passes through the experts that its router chooses, however many others choose the same:
-there is no capacity, and what a token gets does not depend on what else is routed.
+there is no capacity, and what a token gets does not depend on what else is routed. Of the experts on
+other devices see `jaxshare.models.expert_parallel`.
 
 Axis letters: R rows, T new tokens of a row, N = R T tokens, M model dim, E experts, K chosen experts
 of a token, F MLP units of an expert.
@@ -17,11 +18,12 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from jaxshare import cpu
 from jaxshare.cpu import Implementation
+from jaxshare.models.expert_parallel import TokenShare
 from jaxshare.models.linear import Linear, Weight, keep_inputs, projections, weight
 from jaxshare.models.moe import MoE, route
 from jaxshare.models.packed import GATE_UP
 from jaxshare.models.ragged import ragged_product
-from jaxshare.sharding import psum
+from jaxshare.sharding import EXPERT, Axis, axis_without, psum
 
 
 class MixtureOfExperts(nn.Module):
@@ -31,16 +33,18 @@ class MixtureOfExperts(nn.Module):
       moe: of the model, or of one device's part of it.
       axis: the mesh axis over which experts, or their units, are split.
       implementation: of products.
+      share: the tokens of this device, where they are divided; these are then x, in one dimension.
     """
 
     moe: MoE
-    axis: str | None = None
+    axis: Axis | None = None
     implementation: Implementation = "xla"
+    share: TokenShare | None = None
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "R T M"], real: Bool[Array, "R T"] | None = None
-    ) -> Float[Array, "R T M"]:
+        self, x: Float[Array, "*tokens M"], real: Bool[Array, "*tokens"] | None = None
+    ) -> Float[Array, "*tokens M"]:
         """Computes the tokens that are `real`, by default all; the others give 0."""
         moe, rows = self.moe, x.reshape(-1, x.shape[-1])
         router = Linear(
@@ -54,16 +58,28 @@ class MixtureOfExperts(nn.Module):
         if moe.choice_bias:
             bias = self.param("choice_bias", nn.initializers.zeros, (moe.num_experts,))
         expert, weight = route(router(rows), None if bias is None else bias.astype("float32"), moe)
-        held = moe.num_held
-        if moe.held and self.axis:
-            expert = expert - jax.lax.axis_index(self.axis) * held
-        used = (expert >= 0) & (expert < held)
         if real is not None:
-            used = used & real.reshape(-1, 1)
-        out = self._experts(rows, jnp.where(used, expert, held), jnp.where(used, weight, 0.0))
+            expert = jnp.where(real.reshape(-1, 1), expert, moe.num_experts)
+        axis = self.axis
+        if self.share is None:
+            out = self._held(rows, expert, weight)
+        else:
+            out = self.share.through_experts(rows, expert, weight, moe, self._held)
+            axis = axis_without(axis, EXPERT)
         if moe.shared_size:
-            out = out + self._shared(rows)
-        return psum(out, self.axis).astype(x.dtype).reshape(x.shape)
+            once = EXPERT in moe.axes and self.share is None
+            out = out + _once(self._shared(rows), EXPERT if once else None)
+        return psum(out, axis).astype(x.dtype).reshape(x.shape)
+
+    def _held(
+        self, x: Float[Array, "N M"], expert: Int32[Array, "N K"], weight: Float32[Array, "N K"]
+    ) -> Float32[Array, "N M"]:
+        """The weighted sum of the experts of this device."""
+        held = self.moe.num_held
+        if self.moe.axes:
+            expert = expert - jax.lax.axis_index(self.moe.axes) * held
+        used = (expert >= 0) & (expert < held)
+        return self._experts(x, jnp.where(used, expert, held), jnp.where(used, weight, 0.0))
 
     def _experts(
         self, x: Float[Array, "N M"], expert: Int32[Array, "N K"], weight: Float32[Array, "N K"]
@@ -95,14 +111,12 @@ class MixtureOfExperts(nn.Module):
             assert found is not None
             y = found[0].reshape(tokens, moe.top_k, width)
         if down[1] is not None:
-            y = y + self._once(down[1])[jnp.minimum(expert, held - 1)]
+            parts = self.axis  # over which units are split
+            for split in moe.axes:
+                parts = axis_without(parts, split)
+            y = y + _once(down[1], parts)[jnp.minimum(expert, held - 1)]
         y = jnp.where((expert < held)[..., None], y, 0)
         return jnp.sum(y * weight[..., None], axis=1)
-
-    def _once(self, bias: Array) -> Array:
-        """A bias of sums over devices, which one of them adds."""
-        split = self.axis is not None and not self.moe.held
-        return jnp.where(jax.lax.axis_index(self.axis) == 0, bias, 0) if split else bias
 
     def _shared(self, x: Float[Array, "N M"]) -> Float32[Array, "N M"]:
         out = SharedExpert(self.moe.shared_size, self.implementation, name="shared")(x)
@@ -110,6 +124,11 @@ class MixtureOfExperts(nn.Module):
             return out
         gate = Linear(1, dtype=jnp.float32, implementation=self.implementation, name="shared_gate")
         return jax.nn.sigmoid(gate(x)) * out
+
+
+def _once(x: Array, axis: Axis | None) -> Array:
+    """Gives one device of an axis what all of them have, and the others 0, for a sum over it."""
+    return x if axis is None else jnp.where(jax.lax.axis_index(axis) == 0, x, 0)
 
 
 class SharedExpert(nn.Module):

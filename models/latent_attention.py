@@ -17,8 +17,10 @@ from jaxtyping import Float
 
 from jaxshare.cpu import Implementation
 from jaxshare.models.config import ModelConfig
+from jaxshare.models.expert_parallel import TokenShare
 from jaxshare.models.linear import Linear, Weight, dequantised, linears
 from jaxshare.models.norm import RMSNorm
+from jaxshare.sharding import Axis
 
 _NORM_EPS = 1e-6
 """Of the norms of latents, whatever that of the other norms is."""
@@ -32,16 +34,18 @@ class LatentAttention(nn.Module):
       config: of the model, or of one device's part of it; it has an `MLA`.
       axis: the mesh axis over which heads are split; each device makes the latents of all tokens.
       implementation: of products.
+      share: the tokens whose output this device keeps, [S, M]; None for all.
     """
 
     config: ModelConfig
-    axis: str | None = None
+    axis: Axis | None = None
     implementation: Implementation = "xla"
+    share: TokenShare | None = None
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "R T M"], attend: Callable[..., Array]
-    ) -> Float[Array, "R T M"]:
+    ) -> Float[Array, "..."]:
         c, m = self.config, self.config.mla
         assert m is not None
         linear = functools.partial(Linear, implementation=self.implementation)
@@ -64,7 +68,7 @@ class LatentAttention(nn.Module):
         k = jnp.concatenate([shared, latent], axis=-1)[..., None, :]
         out = attend(jnp.concatenate([rotated, absorbed], axis=-1), k, k[..., :0], None)
         out = _by_head(out, value_maker, 2)
-        return linear(c.hidden_size, c.out_bias, axis=self.axis, name="o")(
+        return linear(c.hidden_size, c.out_bias, axis=self.axis, share=self.share, name="o")(
             out.reshape(*x.shape[:-1], -1)
         )
 

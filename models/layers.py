@@ -34,7 +34,7 @@ from jaxshare.models.linear import Embedding, Linear, Weight, dequantised, produ
 from jaxshare.models.linear import product as product
 from jaxshare.models.norm import RMSNorm
 from jaxshare.rope import Rope
-from jaxshare.sharding import psum
+from jaxshare.sharding import Axis, psum
 from jaxshare.softcap import soft_capped
 from jaxshare.trace.attention import TraceBatch, trace_attention
 
@@ -63,8 +63,8 @@ class Decoder(nn.Module):
 
     config: ModelConfig
     implementation: Implementation = None
-    axis: str | None = None
-    vocab_axis: str | None = None
+    axis: Axis | None = None
+    vocab_axis: Axis | None = None
 
     def setup(self):
         c = self.config

@@ -15,8 +15,9 @@ from jaxtyping import Float, Float32
 
 from jaxshare import cpu
 from jaxshare.cpu import Implementation
+from jaxshare.models.expert_parallel import TokenShare
 from jaxshare.quantised import QuantisedTensor
-from jaxshare.sharding import psum
+from jaxshare.sharding import Axis, psum
 
 Weight = Float[Array, "..."] | QuantisedTensor
 """The kernel of a product, or a table of embeddings."""
@@ -59,13 +60,15 @@ class Linear(nn.Module):
       axis: the mesh axis whose devices have parts of x and of the kernel's columns; the result is
         their sum.
       implementation: of the product.
+      share: the tokens at which this device keeps the sum; None for all.
     """
 
     features: int
     bias: bool = False
     dtype: jax.typing.DTypeLike | None = None
-    axis: str | None = None
+    axis: Axis | None = None
     implementation: Implementation = "xla"
+    share: TokenShare | None = None
 
     @nn.compact
     def parameters(self, width: int) -> tuple[Weight, Float[Array, " out"] | None]:
@@ -76,7 +79,7 @@ class Linear(nn.Module):
             return kernel, None
         return kernel, self.param("bias", nn.initializers.zeros, (self.features,))
 
-    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "... out"]:
+    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "..."]:
         (y,) = linears(x, [self])
         return y
 
@@ -123,7 +126,8 @@ def linears(x: Float[Array, "... in"], modules: Sequence[Linear]) -> list[Float[
     # whole one up to the order of the sum.
     exact = jnp.float32 if first.axis else dtype
     found = products(x, kernels, exact, first.implementation)
-    results = [psum(y, first.axis).astype(dtype) for y in found]
+    total = first.share.summed if first.share else psum
+    results = [total(y, first.axis).astype(dtype) for y in found]
     return [y if b is None else y + b.astype(dtype) for y, b in zip(results, biases, strict=True)]
 
 

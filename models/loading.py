@@ -33,6 +33,7 @@ from jaxshare.models.fingerprint import bit_sums
 from jaxshare.models.generation_config import Generation
 from jaxshare.models.layers import Decoder
 from jaxshare.models.packed import pack, unpack
+from jaxshare.models.partial_reads import PartialReader, can_be_read_in_parts
 from jaxshare.models.quantisation.settings import quantisation_of
 from jaxshare.models.safetensors_files import stored_tensors
 from jaxshare.models.safetensors_io import (
@@ -234,8 +235,8 @@ def load(
         checkpoint's own: that of config.json, or else of its tensors. Quantised parameters stay as
         the checkpoint has them; it is the dtype of the numbers that they stand for.
       revision: a branch, tag or commit on the hub.
-      mesh: the devices to put the model on. From Orbax form each reads its part alone; no device
-        ever holds more.
+      mesh: the devices to put the model on. Each process reads the parts alone that its devices
+        have; no device ever holds more.
       check: refuse parameters that are NaN or infinite. None is True, or False where the
         environment variable JAXSHARE_CHECK_WEIGHTS is "off".
 
@@ -284,14 +285,23 @@ def _reader(
         return functools.partial(restore, folder, config, found), dtypes
     stored = stored_tensors(folder)
     expected = match_tensors(config, stored, folder, quantisation_of(folder))
-    module = None if mesh is None else ShardedDecoder(fitted, mesh)
-    put = module and functools.partial(_put_on_mesh, config, module)
     # Those in MXFP4 are read as bfloat16, which holds their numbers; those that stay quantised do
     # not count.
     parts = (part for tensor in expected.values() for part in tensor.parts)
     names = {stored[part.name].dtype for part in parts if part.form is None}
     dtypes = {jnp.dtype(DTYPES.get(name, jnp.bfloat16)) for name in names}
-    return functools.partial(read_params, stored, expected, put=put, check=check), dtypes
+    if mesh is None:
+        return functools.partial(read_params, stored, expected, check=check), dtypes
+    module = ShardedDecoder(fitted, mesh)
+    in_parts = {n: tensor for n, tensor in expected.items() if can_be_read_in_parts(tensor, stored)}
+    whole = {n: tensor for n, tensor in expected.items() if n not in in_parts}
+    put = functools.partial(_put_on_mesh, config, module)
+
+    def read(dtype: jnp.dtype) -> dict[str, Any]:
+        done = PartialReader(stored, in_parts, config, module, dtype, check).arrays()
+        return read_params(stored, whole, dtype, put, check, done)
+
+    return read, dtypes
 
 
 def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel:

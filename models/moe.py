@@ -4,12 +4,15 @@ Axis letters: N tokens, E experts, K chosen experts of a token, G groups of expe
 """
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float32, Int32
+
+from jaxshare.sharding import EXPERT, TENSOR
 
 _TINY = 1e-20
 """Is added to a sum that is divided by, which may underflow where scores are sigmoids."""
@@ -41,6 +44,7 @@ class MoE:
         clip(gate) * sigmoid(swiglu_alpha * clip(gate)) * (clip(up) + 1).
       swiglu_alpha: see `swiglu_limit`.
       held: the experts of one device, where they are split over a mesh; 0: all of them.
+      axes: of the mesh, over which whole experts are split, the first of them outermost.
     """
 
     num_experts: int
@@ -60,26 +64,32 @@ class MoE:
     swiglu_limit: float = 0.0
     swiglu_alpha: float = 1.0
     held: int = 0
+    axes: tuple[str, ...] = ()
 
     @property
     def num_held(self) -> int:
         """The experts of this device."""
         return self.held or self.num_experts
 
-    def on_each_of(self, devices: int) -> "MoE":
-        """Returns the part of each of several devices: whole experts where these divide over the
-        devices, and else a part of each expert."""
-        split = (
-            {"held": self.num_experts // devices}
-            if self.num_experts % devices == 0
-            else {"expert_size": self.expert_size // devices}
+    def on_each_of(self, expert: int, tensor: int) -> "MoE":
+        """Returns the part of each device of a mesh: whole experts along `expert`, and along
+        `tensor` where these divide over it; else a part of each. The shared one is split along
+        `tensor` alone, since along `expert` each device computes tokens of its own."""
+        sizes = {EXPERT: expert, TENSOR: tensor}
+        whole = self.num_experts % (expert * tensor) == 0
+        split = (EXPERT, TENSOR) if whole else (EXPERT,)
+        return dataclasses.replace(
+            self,
+            shared_size=self.shared_size // tensor,
+            expert_size=self.expert_size // (1 if whole else tensor),
+            held=self.num_experts // math.prod(sizes[axis] for axis in split),
+            axes=tuple(axis for axis in split if sizes[axis] > 1),
         )
-        return dataclasses.replace(self, shared_size=self.shared_size // devices, **split)
 
-    def divides_over(self, devices: int) -> bool:
+    def divides_over(self, expert: int, tensor: int) -> bool:
         """Returns whether `on_each_of` these devices loses nothing."""
-        whole = self.num_experts % devices == 0 or self.expert_size % devices == 0
-        return whole and self.shared_size % devices == 0
+        whole = self.num_experts % (expert * tensor) == 0 or self.expert_size % tensor == 0
+        return whole and self.num_experts % expert == 0 and self.shared_size % tensor == 0
 
 
 def route(

@@ -8,6 +8,7 @@ from jaxtyping import Float
 
 from jaxshare import cpu
 from jaxshare.cpu import Implementation
+from jaxshare.sharding import Axis
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +26,7 @@ class RMSNorm(nn.Module):
     eps: float
     implementation: Implementation = "xla"
     adds_one: bool = False
-    axis: str | None = None
+    axis: Axis | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:

@@ -46,7 +46,7 @@ DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 
 CHECK_VARIABLE = "JAXSHARE_CHECK_WEIGHTS"
 """The environment variable that is "off" where parameters may be NaN or infinite."""
-_PROGRESS_BYTES = 2**30
+PROGRESS_BYTES = 2**30
 """Reading this much takes long enough for a progress bar."""
 
 
@@ -181,6 +181,7 @@ def read_params(
     dtype: jnp.dtype,
     put: Callable[[tuple[str, ...], Parameter], Any] | None = None,
     check: bool = True,
+    done: Mapping[tuple[str, ...], Any] | None = None,
 ) -> dict[str, Any]:
     """Reads the tensors into a tree of arrays, and of quantised tensors, for `Decoder.apply`.
 
@@ -190,12 +191,13 @@ def read_params(
       dtype: of plain parameters, and of the numbers that quantised ones stand for.
       put: (path, value on the host) -> value on its devices; default the default device.
       check: refuse what is not finite.
+      done: the other parameters, which have been read (`jaxshare.models.partial_reads`).
 
     Raises:
       CheckpointError: a file that became unreadable, a tensor that is not finite, or a quantised
         one with scales that are zero or not finite.
     """
-    params: dict[tuple[str, ...], Any] = {}
+    params: dict[tuple[str, ...], Any] = dict(done or {})
     for name, value in read_tensors(stored, expected):
         path = expected[name].path
         kept = kept_dtype(path, dtype)
@@ -320,7 +322,7 @@ def read_tensors(
         return math.prod(tensor.shape) * np.dtype(dtype).itemsize
 
     total = sum(map(size, expected.values()))
-    quiet = total < _PROGRESS_BYTES and not sys.stderr.isatty()
+    quiet = total < PROGRESS_BYTES and not sys.stderr.isatty()
     with tqdm(
         total=total, desc="reading weights", unit="B", unit_scale=True, disable=quiet, leave=False
     ) as bar:

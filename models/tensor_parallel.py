@@ -1,13 +1,14 @@
-"""Tensor parallelism: heads, MLP and vocabulary split along the mesh axis `tensor`.
+"""Tensor parallelism: heads, MLP and vocabulary split along the mesh axes `expert` and `tensor`.
 
 Parameters are the same on all devices along `kv` and `data`. Each device runs `Decoder` on its
 heads, its part of the MLP and of the vocabulary; two sums a layer give the result of the whole
-model (Hogwild! appendix B, "Distributed Inference").
+model (Hogwild! appendix B, "Distributed Inference"). Of layers with experts along `expert` see
+`jaxshare.models.expert_parallel`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,16 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder, Params
 from jaxshare.models.packed import kv_modules
 from jaxshare.quantised import QuantisedTensor, is_quantised
-from jaxshare.sharding import TENSOR, LogicalAxes, axis_in_use, axis_size, inside, on_each
+from jaxshare.sharding import (
+    EXPERT,
+    MODEL_AXES,
+    TENSOR,
+    LogicalAxes,
+    axis_in_use,
+    axis_size,
+    inside,
+    on_each,
+)
 from jaxshare.trace.attention import TraceBatch
 
 ParamPath = tuple[str, ...]
@@ -56,11 +66,14 @@ def logical_axes(path: ParamPath, config: ModelConfig, mesh: Mesh) -> LogicalAxe
         module = module[0]
     names = _KERNELS.get(module, (None, None))
     names = names if leaf in ("kernel", "embedding") else names[:1]
+    if parent == "shared":
+        return tuple("units" if name == "mlp" else name for name in names)
     if parent != "moe" or module not in ("gate", "up", "down"):
         return names
     assert config.moe is not None
-    whole = config.moe.on_each_of(axis_size(mesh, TENSOR)).held
-    return ("experts", *(None for _ in names)) if whole else (None, *names)
+    if config.moe.num_experts % axis_size(mesh, MODEL_AXES) == 0:
+        return ("experts", *(None for _ in names))
+    return ("expert_groups", *("units" if name == "mlp" else name for name in names))
 
 
 def param_path(keys: Sequence[Any]) -> ParamPath:
@@ -91,7 +104,7 @@ class ShardedDecoder:
 
     Attributes:
       config: of the whole model as `fit` gives it for the mesh.
-      mesh: with the axes `data`, `tensor` and `kv`.
+      mesh: with the axes `data`, `expert`, `tensor` and `kv`.
       implementation: attention backend, which runs on each device unchanged.
     """
 
@@ -124,10 +137,10 @@ class ShardedDecoder:
             raise ValueError(
                 "the cache is on another mesh than the model; create it with mesh=model.mesh"
             )
-        if inside() and axis_in_use(self.mesh, TENSOR) and not self.splits_vocab:
+        if inside() and axis_in_use(self.mesh, MODEL_AXES) and not self.splits_vocab:
             raise ValueError(
                 f"the vocabulary of {self.config.vocab_size} does not divide over "
-                f"{axis_size(self.mesh, TENSOR)} devices; inside a shard_map of your own it must"
+                f"{axis_size(self.mesh, MODEL_AXES)} devices; inside a shard_map of your own it must"
             )
         none = PartitionSpec()
         split = "vocab" if self.splits_vocab else None
@@ -177,7 +190,7 @@ class ShardedDecoder:
     @property
     def splits_vocab(self) -> bool:
         """True if embedding and head are sharded; else each device has the whole vocabulary."""
-        return self.config.vocab_size % axis_size(self.mesh, TENSOR) == 0
+        return self.config.vocab_size % axis_size(self.mesh, MODEL_AXES) == 0
 
     def specs(self, variables: Params) -> Any:
         """Returns the partition spec of each parameter, in the structure of `variables`."""
@@ -197,16 +210,16 @@ class ShardedDecoder:
 
     def _local(self) -> Decoder:
         """Returns the model that one device runs."""
-        c, n = self.config, axis_size(self.mesh, TENSOR)
+        c, n = self.config, axis_size(self.mesh, MODEL_AXES)
         local = dataclasses.replace(
             c,
             num_heads=c.num_heads // n,
             num_kv_heads=c.num_kv_heads // n,
             intermediate_size=c.intermediate_size // n,
             vocab_size=c.vocab_size // n if self.splits_vocab else c.vocab_size,
-            moe=c.moe and c.moe.on_each_of(n),
+            moe=c.moe and c.moe.on_each_of(*_sizes(self.mesh)),
         )
-        axis = axis_in_use(self.mesh, TENSOR)
+        axis = axis_in_use(self.mesh, MODEL_AXES)
         return Decoder(local, self.implementation, axis, axis if self.splits_vocab else None)
 
 
@@ -217,21 +230,38 @@ def fit(config: ModelConfig, mesh: Mesh) -> ModelConfig:
     query heads read.
 
     Raises:
-      ValueError: heads or MLP that do not divide over the devices.
+      ValueError: heads, MLP or experts that do not divide over the devices, or an axis `expert`
+        for a model without experts.
     """
-    n = axis_size(mesh, TENSOR)
-    if problem := _indivisible(config, n):
-        fits = [m for m in range(1, config.num_heads + 1) if not _indivisible(config, m)]
+    expert, tensor = _sizes(mesh)
+    if expert > 1 and config.moe is None:
         raise ValueError(
-            f"the model's {problem} do not divide over tensor={n} devices; tensor may be "
-            f"{', '.join(map(str, fits))}"
+            f"the model has no experts, which expert={expert} would split; use tensor={expert} "
+            "for its heads and its MLP"
         )
-    return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, n))
+    if problem := _indivisible(config, expert, tensor):
+        most = range(1, config.num_heads + 1)
+        fits = f"tensor may be {_listed(n for n in most if not _indivisible(config, 1, n))}"
+        where = f"tensor={tensor}"
+        if expert > 1:
+            where = f"expert={expert}{f' x {where}' if tensor > 1 else ''}"
+            alone = _listed(n for n in most if not _indivisible(config, n, 1))
+            fits = f"expert may be {alone}, and alone {fits}"
+        raise ValueError(f"the model's {problem} do not divide over {where} devices; {fits}")
+    return dataclasses.replace(config, num_kv_heads=max(config.num_kv_heads, expert * tensor))
 
 
-def _indivisible(config: ModelConfig, n: int) -> str:
-    """The part of a model that does not divide over n devices; empty if all do."""
-    c, moe = config, config.moe
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _sizes(mesh: Mesh) -> tuple[int, int]:
+    return axis_size(mesh, EXPERT), axis_size(mesh, TENSOR)
+
+
+def _indivisible(config: ModelConfig, expert: int, tensor: int) -> str:
+    """The part of a model that does not divide over a mesh; empty if all do."""
+    c, moe, n = config, config.moe, expert * tensor
     if c.num_heads % n:
         return f"{c.num_heads} query heads"
     if n % c.num_kv_heads if c.num_kv_heads < n else c.num_kv_heads % n:
@@ -239,7 +269,7 @@ def _indivisible(config: ModelConfig, n: int) -> str:
     is_dense = not (c.sparse_layers and all(c.sparse_layers))
     if is_dense and c.intermediate_size % n:
         return f"{c.intermediate_size} MLP units"
-    if moe is None or moe.divides_over(n):
+    if moe is None or moe.divides_over(expert, tensor):
         return ""
     shared = f" and the {moe.shared_size} units of the shared one" if moe.shared_size else ""
     return f"{moe.num_experts} experts of {moe.expert_size} units{shared}"
@@ -302,13 +332,14 @@ def shard_param(
 def check_split(value: QuantisedTensor, path: ParamPath, module: ShardedDecoder) -> None:
     """Raises ValueError if the groups of a quantised parameter do not divide over the devices."""
     names, mesh = module.names(path), module.mesh
-    split = axis_size(mesh, TENSOR) if len(names) == value.ndim and names[-1] else 1
+    last = names[-1] if len(names) == value.ndim else None
+    split = axis_size(mesh, sharding.RULES[last]) if last else 1
     groups, bits = value.scales.shape[-1], value.code_format.bits
     if split > 1 and (value.order is not None or (groups % split and (groups, bits) != (1, 8))):
         has = "an order of its inputs" if value.order is not None else f"{groups} groups a row"
         raise ValueError(
-            f"{'/'.join(path)} is quantised with {has}, which cannot be split over tensor={split} "
-            "devices; use fewer, or a checkpoint whose groups divide over them"
+            f"{'/'.join(path)} is quantised with {has}, which cannot be split over {split} devices; "
+            "use fewer, or a checkpoint whose groups divide over them"
         )
 
 

@@ -16,7 +16,7 @@ from jaxshare.serving.chat.tools import as_tools
 from jaxshare.serving.chat_template import ChatTemplateError, UnusedToolsError, render_marked
 from jaxshare.serving.grammars.compiled import compile_grammar
 from jaxshare.serving.words import check_length, check_tokens, encode_marked
-from jaxshare.sharding import KV, TENSOR, axis_size
+from jaxshare.sharding import KV, MODEL_AXES, axis_size
 
 MOST_LOGPROBS = 20
 """The most likeliest tokens whose log-probabilities are given in each place."""
@@ -279,4 +279,4 @@ def token_bytes(model: LoadedModel) -> int:
 
 def cache_devices(model: LoadedModel) -> int:
     """Returns the number of devices over which a cache of the model is distributed."""
-    return axis_size(model.mesh, TENSOR) * axis_size(model.mesh, KV)
+    return axis_size(model.mesh, (*MODEL_AXES, KV))

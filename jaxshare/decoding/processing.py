@@ -17,7 +17,7 @@ from jaxshare.decoding.processors import LogitsProcessor, find_processor
 from jaxshare.decoding.samplers import Samplers
 from jaxshare.decoding.sampling import history_spec, largest, vocab_axis, vocab_spec
 from jaxshare.decoding.sampling_params import Sampler
-from jaxshare.sharding import gathered, on_each
+from jaxshare.sharding import Axis, gathered, on_each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ def processed_logits(
 
 
 def _changed_rows(
-    axis: str | None,
+    axis: Axis | None,
     samplers: Samplers,
     processing: Processing,
     logits: Array,

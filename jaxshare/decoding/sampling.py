@@ -18,7 +18,8 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jaxshare.decoding.history import History
 from jaxshare.decoding.truncation import truncation_bounds
 from jaxshare.sharding import (
-    TENSOR,
+    MODEL_AXES,
+    Axis,
     axis_in_use,
     axis_size,
     gathered,
@@ -48,12 +49,12 @@ def history_after(
     )(history, token, sampled)
 
 
-def _history_after(axis: str | None, history: History, token: Array, sampled: Array) -> History:
+def _history_after(axis: Axis | None, history: History, token: Array, sampled: Array) -> History:
     first = 0 if axis is None else lax.axis_index(axis) * history.counts.shape[1]
     return history.after(token, sampled, first)
 
 
-def vocab_axis(mesh: Mesh | None, vocab: int) -> str | None:
+def vocab_axis(mesh: Mesh | None, vocab: int) -> Axis | None:
     """The axis of a mesh along which rows of logits are sharded.
 
     None where every device has all of them.
@@ -63,24 +64,24 @@ def vocab_axis(mesh: Mesh | None, vocab: int) -> str | None:
       vocab: the length of the rows, as the caller sees them. A vocabulary that the axis does not
         divide is not sharded.
     """
-    axis = axis_in_use(mesh, TENSOR)
+    axis = axis_in_use(mesh, MODEL_AXES)
     # Inside a shard_map the caller sees one device's part, whose length says nothing.
-    return axis if axis and (inside() or vocab % axis_size(mesh, TENSOR) == 0) else None
+    return axis if axis and (inside() or vocab % axis_size(mesh, MODEL_AXES) == 0) else None
 
 
-def vocab_spec(axis: str | None) -> PartitionSpec:
+def vocab_spec(axis: Axis | None) -> PartitionSpec:
     """The partition spec of logits [R, V] that are sharded along `axis`."""
     return spec((None, "vocab")) if axis else PartitionSpec()
 
 
-def history_spec(axis: str | None) -> History:
+def history_spec(axis: Axis | None) -> History:
     """The partition specs of a history beside logits that are sharded along `axis`."""
     counts, none = vocab_spec(axis), PartitionSpec()
     return History(counts, counts, none, none)  # pyright: ignore[reportArgumentType]
 
 
 def sample_rows(
-    axis: str | None,
+    axis: Axis | None,
     samplers: Any,
     logits: Array,
     history: History,
@@ -106,7 +107,7 @@ def sample_rows(
 
 
 def chances_of_rows(
-    axis: str | None,
+    axis: Axis | None,
     samplers: Any,
     logits: Array,
     history: History,
@@ -126,11 +127,11 @@ def chances_of_rows(
     return weights / psum(jnp.sum(weights, axis=-1, keepdims=True), axis)
 
 
-def _first_token(axis: str | None, logits: Array) -> Array | int:
+def _first_token(axis: Axis | None, logits: Array) -> Array | int:
     return 0 if axis is None else lax.axis_index(axis) * logits.shape[1]
 
 
-def _weights(axis: str | None, samplers: Any, logits: Array, top: Array) -> Array:
+def _weights(axis: Axis | None, samplers: Any, logits: Array, top: Array) -> Array:
     """Weights of the tokens that temperature and truncation leave; the likeliest one has 1."""
     # The largest becomes 0 before the division, so that no temperature overflows it.
     scaled = (logits - top) / jnp.where(samplers.temperature > 0, samplers.temperature, 1.0)[
@@ -166,7 +167,7 @@ def whole_rows(logits: Float[Array, "R part"], mesh: Mesh | None) -> Float[Array
     return gathered(logits, vocab_axis(mesh, logits.shape[-1])) if inside() else logits
 
 
-def _largest(axis: str | None, logits: Array) -> Array:
+def _largest(axis: Axis | None, logits: Array) -> Array:
     top = jnp.max(logits, axis=-1)
     if axis is None:
         return top
@@ -189,7 +190,7 @@ def logprob(
     )(logits, tokens)
 
 
-def _logprob(axis: str | None, logits: Array, tokens: Array) -> Array:
+def _logprob(axis: Axis | None, logits: Array, tokens: Array) -> Array:
     if axis is None:
         chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
@@ -217,7 +218,7 @@ def uniforms(
     return jax.vmap(draw)(seeds, positions)
 
 
-def _argmax(top: Array, logits: Array, first: Array | int, axis: str | None) -> Array:
+def _argmax(top: Array, logits: Array, first: Array | int, axis: Axis | None) -> Array:
     """The index of the first of the largest logits, as jnp.argmax.
 
     It uses plain reductions: XLA vectorises those on the CPU, and not argmax.
@@ -232,7 +233,7 @@ def _argmax(top: Array, logits: Array, first: Array | int, axis: str | None) -> 
     return jnp.minimum(index, logits.shape[-1] - 1)
 
 
-def _draw(weights: Array, uniform: Array, axis: str | None = None) -> Array:
+def _draw(weights: Array, uniform: Array, axis: Axis | None = None) -> Array:
     """Inverts the cumulative sum of weights [R, V] at uniform [R].
 
     It has two levels: a chunk of tokens, then one of them. Devices with parts of the vocabulary

@@ -205,10 +205,14 @@ def collectives(lines: Iterator[str] | Sequence[str]) -> list[Collective]:
     for line in lines:
         kind = opcode(line).removesuffix("-start")
         if kind in _COLLECTIVES:
-            named = re.search(r"replica_groups=mesh\[[^]]*\] \{([^}]*)\}", line)
-            found.append(
-                Collective(
-                    kind, re.sub(r"['\s]", "", named[1]) if named else "", largest(line), line
-                )
-            )
+            found.append(Collective(kind, _axes(line), largest(line), line))
     return found
+
+
+def _axes(line: str) -> str:
+    """The axes of the mesh that a collective is over, without those of one device."""
+    named = re.search(r"replica_groups=mesh\[([^]]*)\] \{([^}]*)\}", line)
+    if named is None:
+        return ""
+    alone = set(re.findall(r"'(\w+)'=1\b", named[1]))
+    return ",".join(axis for axis in re.findall(r"'(\w+)'", named[2]) if axis not in alone)

@@ -40,6 +40,9 @@ def parse() -> argparse.Namespace:
         help="devices that heads, MLP and vocabulary are split over (default 1)",
     )
     parser.add_argument(
+        "--expert", type=int, default=1, help="devices that experts are split over (default 1)"
+    )
+    parser.add_argument(
         "--kv",
         type=int,
         default=1,
@@ -56,8 +59,8 @@ def parse() -> argparse.Namespace:
         "--tokens", type=int, default=64, help="tokens that each row samples at most (default 64)"
     )
     options = parser.parse_args()
-    if options.pmap and options.tensor * options.kv > 1:
-        parser.error("--pmap runs whole models: leave out --tensor and --kv")
+    if options.pmap and options.tensor * options.expert * options.kv > 1:
+        parser.error("--pmap runs whole models: leave out --tensor, --expert and --kv")
     return options
 
 
@@ -76,7 +79,8 @@ def main() -> int:
         state = jax.block_until_ready(run(model.params, state))
         groups = [jax.tree.map(lambda leaf, g=g: leaf[g], state) for g in range(options.data)]
     else:
-        mesh = make_mesh(data=options.data, tensor=options.tensor, kv=options.kv)
+        sizes = {name: getattr(options, name) for name in ("data", "expert", "tensor", "kv")}
+        mesh = make_mesh(**sizes)
         model = load(options.model, mesh=mesh)
         states = [begin(replica, options, group) for group, replica in enumerate(model.replicas())]
         clock = time.perf_counter()

@@ -22,13 +22,14 @@ class ModelSpec:
     Attributes:
       path: a folder that all nodes have, a hub id, or "embedded", which is part of every node's
         installation.
-      dtype, tensor, kv: the options of a command.
+      dtype, tensor, kv, expert: the options of a command.
     """
 
     path: str
     dtype: str | None
     tensor: int
     kv: int
+    expert: int = 1
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "ModelSpec":
@@ -39,6 +40,7 @@ class ModelSpec:
             options.dtype,
             options.tensor,
             options.kv,
+            getattr(options, "expert", 1),
         )
 
     def outline(self) -> LoadedModel:
@@ -61,7 +63,8 @@ class ModelSpec:
                 f"there is no folder {self.path}; give every node the model at the same path, or "
                 "name it by a hub id"
             )
-        mesh = process_mesh.mesh_of(argparse.Namespace(tensor=self.tensor, kv=self.kv))
+        sizes = argparse.Namespace(tensor=self.tensor, kv=self.kv, expert=self.expert)
+        mesh = process_mesh.mesh_of(sizes)
         return models.load(self.path, dtype=self.dtype, mesh=mesh)
 
 

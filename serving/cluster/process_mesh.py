@@ -21,13 +21,21 @@ _LOST_SECONDS = 30
 def add_arguments(
     parser: argparse.ArgumentParser, *, groups: str = "groups of completions"
 ) -> None:
-    """Adds --tensor, --kv and --data; `groups`: what runs side by side, for the help text."""
+    """Adds --tensor, --expert, --kv and --data; `groups`: what runs side by side, for the help text."""
     parser.add_argument(
         "--tensor",
         type=int,
         default=1,
         metavar="N",
         help="split heads, MLP and vocabulary over N devices (default 1)",
+    )
+    parser.add_argument(
+        "--expert",
+        type=int,
+        default=1,
+        metavar="N",
+        help="split a mixture's experts over N devices, which send tokens to each other, and heads "
+        "and vocabulary as --tensor does (default 1)",
     )
     parser.add_argument(
         "--kv",
@@ -86,7 +94,7 @@ def mesh_of(options: argparse.Namespace) -> "Mesh | None":
     # imported here, so that --help and argument errors are fast
     from jaxshare.sharding import make_mesh
 
-    return make_mesh(data=sizes["data"], tensor=sizes["tensor"], kv=sizes["kv"])
+    return make_mesh(**sizes)
 
 
 def sizes_of(options: argparse.Namespace) -> dict[str, int]:
@@ -95,7 +103,12 @@ def sizes_of(options: argparse.Namespace) -> dict[str, int]:
     Raises:
       ValueError: sizes below 1.
     """
-    sizes = {"data": getattr(options, "data", 1), "tensor": options.tensor, "kv": options.kv}
+    sizes = {
+        "data": getattr(options, "data", 1),
+        "expert": getattr(options, "expert", 1),
+        "tensor": options.tensor,
+        "kv": options.kv,
+    }
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"--{name} is {size}; it must be at least 1 device")

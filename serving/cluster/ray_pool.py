@@ -19,6 +19,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import re
 import time
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=int,
         metavar="N",
-        help="with --ray, the number of replicas, each on --tensor x --kv devices "
+        help="with --ray, the number of replicas, each on --tensor x --expert x --kv devices "
         "(default: as many as the cluster's GPUs or, where it has none, CPUs allow)",
     )
 
@@ -79,7 +80,7 @@ def of_options(options: argparse.Namespace) -> "RayPool | None":
             f"--data is {sizes['data']}, but with --ray each replica is one group; give --replicas "
             "instead"
         )
-    return RayPool(options.ray, replicas=options.replicas, devices=sizes["tensor"] * sizes["kv"])
+    return RayPool(options.ray, replicas=options.replicas, devices=math.prod(sizes.values()))
 
 
 class JobResult(NamedTuple):
@@ -266,7 +267,7 @@ class RayPool:
             raise ValueError(
                 f"{what} asked for, but the Ray cluster, of {len(nodes)} "
                 f"node{'s' * (len(nodes) != 1)}, has room for {capacity}; lower --replicas, "
-                "--tensor or --kv, or add nodes"
+                "--tensor, --expert or --kv, or add nodes"
             )
         return capacity if self._requested is None else self._requested
 

@@ -21,7 +21,7 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.paths import cache_folder, write_json
 from jaxshare.serving.inputs import cache_dtype
 from jaxshare.serving.locks import updating
-from jaxshare.sharding import TENSOR, axis_size
+from jaxshare.sharding import MODEL_AXES, axis_size
 
 SHARED_TILE = 512
 """Tokens of a tile that several rows read together."""
@@ -271,7 +271,7 @@ def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
             "calibrate` writes it again",
             stacklevel=2,
         )
-    c, tensor = model.config, axis_size(model.mesh, TENSOR)
+    c, tensor = model.config, axis_size(model.mesh, MODEL_AXES)
     costs, entry = predicted(
         kind,
         AttentionShape(

@@ -48,7 +48,7 @@ def model_of(config, seed=0):
 
 def test_a_mesh_has_its_axes_and_neighbours_share_kv_then_tensor():
     mesh = make_mesh(data=2, tensor=2, kv=2)
-    assert dict(mesh.shape) == {"data": 2, "tensor": 2, "kv": 2}
+    assert dict(mesh.shape) == {"data": 2, "expert": 1, "tensor": 2, "kv": 2}
     assert [device.id for device in mesh.devices.flat] == list(range(8))
     assert make_mesh(tensor=2).devices.size == 2
     assert [[d.id for d in group.devices.flat] for group in sharding.data_groups(mesh)] == [
@@ -82,16 +82,18 @@ def test_a_mesh_that_cannot_be_is_refused(sizes, message):
 
 
 def test_names_say_how_an_array_is_cut():
-    assert sharding.spec(("heads", None)) == P("tensor")
-    assert sharding.spec(("kv_heads", "tokens", None)) == P("tensor", "kv")
-    assert sharding.spec((None, "vocab")) == P(None, "tensor")
+    model = "expert", "tensor"
+    assert sharding.spec(("heads", None)) == P(model)
+    assert sharding.spec(("kv_heads", "tokens", None)) == P(model, "kv")
+    assert sharding.spec((None, "vocab")) == P(None, model)
+    assert sharding.spec(("expert_groups", "units", None)) == P(*model)
     assert sharding.spec((None, None)) == P()
     assert sharding.spec(("rows",), {"rows": "data"}) == P("data")
     with pytest.raises(
         ValueError,
-        match=r"the dimensions 'heads' and 'mlp' of .* would both be cut along the axis 'tensor'",
+        match=r"the dimensions 'units' and 'mlp' of .* would both be cut along the axis 'tensor'",
     ):
-        sharding.spec(("heads", "mlp"))
+        sharding.spec(("units", "mlp"))
     with pytest.raises(
         ValueError,
         match=r"no rule for the dimension 'head' of .*; there are rules for heads, kv_heads",
@@ -105,6 +107,9 @@ def test_names_say_how_an_array_is_cut():
         sharding.check_shape(
             "the cache", (6, 128, 16), ("kv_heads", "tokens", None), make_mesh(tensor=4)
         )
+    with pytest.raises(ValueError, match=r"axes 'expert' x 'tensor'; expert x tensor 1 or 2"):
+        mesh = make_mesh(expert=2, tensor=2)
+        sharding.check_shape("the cache", (6, 128, 16), ("kv_heads", "tokens", None), mesh)
 
 
 @pytest.mark.parametrize(

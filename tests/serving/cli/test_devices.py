@@ -262,6 +262,10 @@ def test_a_batch_over_data_groups_writes_the_file_of_one_device(tmp_path, capsys
             "data 1 x tensor 16 x kv 1 needs 16 devices, but there are 8 cpu",
         ),
         (
+            ["generate", "embedded", "--prompt", "x", "--expert", "2", "--kv", "2"],
+            "the model has no experts, which expert=2 would split; use tensor=2",
+        ),
+        (
             ["generate", "embedded", "--prompt", "x", "--tensor", "3"],
             "4 query heads do not divide over tensor=3 devices; tensor may be 1,",
         ),
