@@ -12,17 +12,15 @@ from jax import Array
 from jaxtyping import Float, Float32, Int, Int32, Integer
 
 from jaxshare import sharding
+from jaxshare.quantised_cache import Arena, as_stored, rotated_further
 from jaxshare.rope import rotate
 from jaxshare.sharding import CyclicSharding
 
-Arenas = tuple[
-    tuple[Float[Array, "K tokens D"], ...],
-    tuple[Float[Array, "K tokens _"], ...],
-]
-"""Keys and values of all layers."""
+Arenas = tuple[tuple[Arena, ...], tuple[Arena, ...]]
+"""Keys [K, tokens, D] and values [K, tokens, _] of all layers."""
 
-Windows = tuple[tuple[Float[Array, "K N D"], ...], tuple[Float[Array, "K N _"], ...]]
-"""Keys and values of N tokens in all layers."""
+Windows = tuple[tuple[Arena, ...], tuple[Arena, ...]]
+"""Keys [K, N, D] and values [K, N, _] of N tokens in all layers."""
 
 Angles = tuple[tuple[Float32[Array, " _"], Float32[Array, " _"]], ...]
 """cos and sin by which the pairs of each layer's keys are rotated."""
@@ -200,40 +198,35 @@ def copy_order(
 
 
 def append_tokens(
-    keys: Array,
-    values: Array,
+    keys: Arena,
+    values: Arena,
     k: Float[Array, "R T K D"],
     v: Float[Array, "R T K _"],
     plan: Appends,
-) -> tuple[Array, Array]:
+) -> tuple[Arena, Arena]:
     """One layer's arenas with new keys and values, the keys rotated; see `KVCache.append`."""
     k = rotate(k, plan.key_cos[:, :, None], plan.key_sin[:, :, None])
     return write_tokens(keys, k, plan), write_tokens(values, v, plan)
 
 
-def write_tokens(
-    arena: Float[Array, "K tokens D"], new: Float[Array, "R T K D"], plan: Appends
-) -> Float[Array, "K tokens D"]:
+def write_tokens(arena: Arena, new: Float[Array, "R T K D"], plan: Appends) -> Arena:
     """The arena with each row's real new tokens written where the plan puts them."""
+
+    def written(arena: Array, new: Array) -> Array:
+        # On a GPU one kernel places all rows at once; on a CPU XLA's scatter goes element by
+        # element, and windows are copied faster.
+        return jax.lax.platform_dependent(
+            arena,
+            new.swapaxes(1, 2),  # [R, K, T, D]
+            plan.write_at,
+            plan.count,
+            cuda=functools.partial(_scatter, plan.token_sharding),
+            default=functools.partial(_write_windows, plan.token_sharding),
+        )
+
     # Backends read whole tiles and give what a row does not see a weight of 0; 0 times what is not
     # finite would reach that row.
-    new = make_finite(new.astype(arena.dtype)).swapaxes(1, 2)  # [R, K, T, D]
-    # On a GPU one kernel places all rows at once; on a CPU XLA's scatter goes element by element,
-    # and windows are copied faster.
-    return jax.lax.platform_dependent(
-        arena,
-        new,
-        plan.write_at,
-        plan.count,
-        cuda=functools.partial(_scatter, plan.token_sharding),
-        default=functools.partial(_write_windows, plan.token_sharding),
-    )
-
-
-def make_finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Replaces NaN by 0 and infinities by the largest numbers of the dtype."""
-    largest = float(jnp.finfo(x.dtype).max)
-    return jnp.nan_to_num(x, nan=0.0, posinf=largest, neginf=-largest)
+    return jax.tree.map(written, arena, as_stored(new, arena))
 
 
 def _scatter(
@@ -301,13 +294,19 @@ def copy_tokens(
         real = ((token >= 0) & (token < left))[:, None]
         pick = jnp.clip(token + (source + done - read), 0, tile - 1)
 
-        def copied(arena: Array, angle: tuple[Array, Array] | None = None) -> Array:
-            piece = jnp.take(jax.lax.dynamic_slice_in_dim(arena, read, tile, axis=1), pick, axis=1)
-            piece = piece if angle is None else rotate(piece, *angle)
+        def taken(arena: Array) -> Array:
+            return jnp.take(jax.lax.dynamic_slice_in_dim(arena, read, tile, axis=1), pick, axis=1)
+
+        def written(arena: Array, piece: Array) -> Array:
             window = jax.lax.dynamic_slice_in_dim(arena, write, tile, axis=1)
             return jax.lax.dynamic_update_slice_in_dim(
                 arena, jnp.where(real, piece, window), write, axis=1
             )
+
+        def copied(arena: Arena, angle: tuple[Array, Array] | None = None) -> Arena:
+            piece = jax.tree.map(taken, arena)
+            piece = piece if angle is None else rotated_further(piece, *angle)
+            return jax.tree.map(written, arena, piece)
 
         return tuple(map(copied, arenas[0], angles)), tuple(map(copied, arenas[1]))
 
@@ -329,7 +328,7 @@ def copy_tokens_over(
         token = done + jnp.arange(_COPY_TILE)
         # Indices after the last token are -1: neither read nor written.
         keys, values = take(sharded, arenas, jnp.where(token < count, source + token, -1))
-        new = tuple(rotate(k, *a) for k, a in zip(keys, angles, strict=True)), values
+        new = tuple(rotated_further(k, *a) for k, a in zip(keys, angles, strict=True)), values
         return put(sharded, arenas, jnp.where(token < count, target + token, -1), new)
 
     return _by_tiles(copy_tile, arenas, source, target, count, _COPY_TILE)
@@ -369,9 +368,16 @@ def take(sharded: CyclicSharding, arenas: Arenas, index: Integer[Array, " N"]) -
     """
     here = (sharded.is_local(index) & (index >= 0))[:, None]
     local = jnp.where(here[:, 0], sharded.local_count(index), 0)
-    return sharding.psum(
-        jax.tree.map(lambda arena: jnp.where(here, arena[:, local], 0), arenas), sharded.axis
-    )
+
+    def taken(arena: Array) -> Array:
+        found = jnp.where(here, arena[:, local], 0)
+        if arena.dtype.itemsize > 1:
+            return sharding.psum(found, sharded.axis)
+        # Not all devices add numbers of eight bits, but all add those of an integer dtype.
+        bits = jax.lax.bitcast_convert_type(found, jnp.uint8)
+        return jax.lax.bitcast_convert_type(sharding.psum(bits, sharded.axis), arena.dtype)
+
+    return jax.tree.map(taken, arenas)
 
 
 def put(

@@ -36,6 +36,7 @@ from jaxshare.arena import (
 from jaxshare.cache_config import CacheConfig
 from jaxshare.faults import Fault
 from jaxshare.layout import is_concrete
+from jaxshare.quantised_cache import Arena, approximation, check_approximation, empty_arena
 from jaxshare.rope import Rope
 from jaxshare.sharding import CyclicSharding, on_each
 
@@ -46,7 +47,7 @@ class KVCache:
     """Blocks of cached keys and values. B blocks, L layers, K kv heads, D head dim.
 
     Attributes:
-      keys, values: the arenas, one of each for every layer.
+      keys, values: the arenas [K, tokens, D] and [K, tokens, _], one of each for every layer.
       offsets: where each block starts in the arena.
       lengths: tokens in each block.
       capacities: tokens that fit in each block.
@@ -59,8 +60,8 @@ class KVCache:
         on every device.
     """
 
-    keys: tuple[Float[Array, "K tokens D"], ...]
-    values: tuple[Float[Array, "K tokens _"], ...]
+    keys: tuple[Arena, ...]
+    values: tuple[Arena, ...]
     offsets: Int32[Array, " B"]
     lengths: Int32[Array, " B"]
     capacities: Int32[Array, " B"]
@@ -78,6 +79,7 @@ class KVCache:
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         *,
         mesh: Mesh | None = None,
+        approximate: str | None = None,
     ) -> "KVCache":
         """Creates an empty cache.
 
@@ -87,13 +89,18 @@ class KVCache:
             free slot, for `fork`.
           dtype: of keys and values.
           mesh: of the model.
+          approximate: "int8" or "fp8" (e4m3) to keep keys and values as codes of eight bits with a
+            scale for each token and kv head, in about half the bytes of bfloat16. Results are then
+            approximate: every number is rounded to a code when it is written, a key again whenever
+            it is moved. Default exact.
 
         Raises:
-          ValueError: no blocks, a negative capacity, or kv heads that do not divide over the mesh.
+          ValueError: no blocks, a negative capacity, kv heads that do not divide over the mesh, or
+            an approximation that is not known.
         """
         sizes = check_capacities(capacities)
         offsets, tokens = extents(sizes)
-        cache = cls.empty(config, tokens, sizes.size, dtype, mesh=mesh)
+        cache = cls.empty(config, tokens, sizes.size, dtype, mesh=mesh, approximate=approximate)
         return dataclasses.replace(
             cache, offsets=jnp.asarray(offsets, jnp.int32), capacities=jnp.asarray(sizes, jnp.int32)
         )
@@ -107,15 +114,17 @@ class KVCache:
         dtype: jax.typing.DTypeLike = jnp.bfloat16,
         *,
         mesh: Mesh | None = None,
+        approximate: str | None = None,
     ) -> "KVCache":
         """Creates a cache of free slots (capacity 0), which `place` gives their extents.
 
         Where tokens are spread over devices, `tokens` is rounded up so that all keep as many.
 
         Raises:
-          ValueError: fewer than one token or slot, too many tokens, or kv heads that do not divide
-            over the mesh.
+          ValueError: fewer than one token or slot, too many tokens, kv heads that do not divide
+            over the mesh, or an approximation that is not known.
         """
+        check_approximation("approximate", approximate)
         if tokens < 1 or num_blocks < 1:
             raise ValueError(
                 f"a cache has at least 1 token and 1 block; got {tokens} and {num_blocks}"
@@ -131,11 +140,10 @@ class KVCache:
         if mesh is not None:
             sharding.check_shape("the cache", shape, ARENA, mesh)
         device = None if mesh is None else sharding.sharding(mesh, ARENA)
+        kind, layers = (dtype, approximate, device), range(config.num_layers)
         return cls(
-            keys=tuple(jnp.zeros(shape, dtype, device=device) for _ in range(config.num_layers)),
-            values=tuple(
-                jnp.zeros(value_shape, dtype, device=device) for _ in range(config.num_layers)
-            ),
+            keys=tuple(empty_arena(shape, *kind) for _ in layers),
+            values=tuple(empty_arena(value_shape, *kind) for _ in layers),
             offsets=jax.device_put(zeros),
             lengths=jax.device_put(zeros),
             capacities=jax.device_put(zeros),
@@ -157,8 +165,8 @@ class KVCache:
         arena = sharding.spec(ARENA)
         return dataclasses.replace(
             jax.tree.map(lambda _: PartitionSpec(), self),
-            keys=tuple(arena for _ in self.keys),
-            values=tuple(arena for _ in self.values),
+            keys=jax.tree.map(lambda _: arena, self.keys),
+            values=jax.tree.map(lambda _: arena, self.values),
         )
 
     @property
@@ -173,8 +181,14 @@ class KVCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one cached token: keys and values of all layers."""
-        return sum(a.shape[0] * a.shape[2] * a.dtype.itemsize for a in (*self.keys, *self.values))
+        """Bytes of one cached token: keys and values of all layers, and their scales."""
+        arrays = jax.tree.leaves((self.keys, self.values))
+        return sum(a.shape[0] * a.shape[2] * a.dtype.itemsize for a in arrays)
+
+    @property
+    def approximate(self) -> str | None:
+        """The format in which keys and values are approximated, or None where they are exact."""
+        return approximation(self.keys[0])
 
     def append(
         self, layer: int, k: Float[Array, "R T K D"], v: Float[Array, "R T K _"], plan: Appends
@@ -183,7 +197,7 @@ class KVCache:
         Lengths change in `advance`.
 
         NaN is written as 0 and an infinity as the largest number of the cache's dtype: neither may
-        reach rows that do not see it.
+        reach rows that do not see it. A cache that approximates quantises here.
 
         Args:
           layer: its number.
@@ -210,9 +224,10 @@ class KVCache:
     ) -> "KVCache":
         """Appends the source block to the target, rotated to its new place, and empties the source.
 
-        Exact up to rounding. The work follows the source's length. Outside jit the old cache stays
-        valid. Inside jit, a source that does not fit stays where it is and sets a fault; with
-        `where` False nothing changes.
+        Exact up to rounding; keys of a cache that approximates are dequantised, rotated and
+        quantised once, which adds at most half a step of a code to each number. The work follows
+        the source's length. Outside jit the old cache stays valid. Inside jit, a source that does
+        not fit stays where it is and sets a fault; with `where` False nothing changes.
 
         Raises:
           ValueError: unknown block, same source and target, or no room (for concrete values).
@@ -382,7 +397,7 @@ class KVCache:
         return jnp.all((numbers >= 0) & (numbers < self.num_blocks))
 
 
-def _replaced(arenas: tuple[Array, ...], layer: int, arena: Array) -> tuple[Array, ...]:
+def _replaced(arenas: tuple[Arena, ...], layer: int, arena: Arena) -> tuple[Arena, ...]:
     return (*arenas[:layer], arena, *arenas[layer + 1 :])
 
 

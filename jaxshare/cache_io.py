@@ -7,19 +7,22 @@ repeated or not, or inside an engine's arena.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float, Int32
+from jaxtyping import Int32
 
 from jaxshare import sharding
 from jaxshare.arena import ARENA, put, take
 from jaxshare.cache import KVCache
 from jaxshare.layout import bucket
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 from jaxshare.sharding import KV, MODEL_AXES, CyclicSharding, axis_size, on_each
 
 _MIN_LENGTH = 128
@@ -47,12 +50,12 @@ def padded_length(tokens: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("mesh", "repeats"))
 def read(
-    arena: Float[Array, "K tokens D"],
+    arena: Arena,
     index: Int32[Array | np.ndarray, " N"],
     mesh: Mesh | None,
     repeats: int = 1,
-) -> Float[Array, "heads N D"]:
-    """The tokens of an arena at these indices, 0 where the index is negative.
+) -> Arena:
+    """The tokens [heads, N, D] of an arena at these indices, 0 where the index is negative.
 
     Args:
       arena: of a cache.
@@ -65,7 +68,7 @@ def read(
     """
     sharded = CyclicSharding.over(mesh)
 
-    def local(arena: Array, index: Array) -> Array:
+    def local(arena: Arena, index: Array) -> Arena:
         return take(sharded, ((arena,), ()), index)[0][0]
 
     tokens = on_each(local, mesh, in_specs=(_ARENA, _NONE), out_specs=_WINDOW)(
@@ -78,19 +81,20 @@ def read(
 
 @functools.partial(jax.jit, static_argnames=("mesh", "repeats"), donate_argnames="arena")
 def write(
-    arena: Float[Array, "K tokens D"],
-    new: Float[Array | np.ndarray, "heads N D"],
+    arena: Arena,
+    new: Arena | np.ndarray,
     index: Int32[Array | np.ndarray, " N"],
     mesh: Mesh | None,
     repeats: int = 1,
-) -> Float[Array, "K tokens D"]:
-    """The arena, which is donated, with `new` at these indices; arguments as in `read`."""
+) -> Arena:
+    """The arena, which is donated, with `new` [heads, N, D] at these indices; arguments as in
+    `read`."""
     sharded = CyclicSharding.over(mesh)
 
-    def local(arena: Array, new: Array, index: Array) -> Array:
+    def local(arena: Arena, new: Arena, index: Array) -> Arena:
         return put(sharded, ((arena,), ()), index, ((new,), ()))[0][0]
 
-    new = jnp.repeat(new, repeats, axis=0)
+    new = jax.tree.map(lambda each: jnp.repeat(each, repeats, axis=0), new)
     return on_each(local, mesh, in_specs=(_ARENA, _WINDOW, _NONE), out_specs=_ARENA)(
         arena, new, jnp.asarray(index)
     )
@@ -118,14 +122,14 @@ def _window_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
 def with_tokens(
     cache: KVCache,
     index: Int32[np.ndarray, " N"],
-    keys: Sequence[Float[Array | np.ndarray, "heads N D"]],
-    values: Sequence[Float[Array | np.ndarray, "heads N _"]],
+    keys: Sequence[Any],
+    values: Sequence[Any],
     repeats: int = 1,
 ) -> KVCache:
-    """The cache, whose arenas are donated, with tokens of another one at these indices; arguments
-    as in `read`."""
+    """The cache, whose arenas are donated, with tokens [heads, N, _] of another one at these
+    indices, in the form of its arenas; arguments as in `read`."""
 
-    def written(arenas: Sequence[Array], new: Sequence[Array | np.ndarray]) -> tuple[Array, ...]:
+    def written(arenas: Sequence[Arena], new: Sequence[Any]) -> tuple[Arena, ...]:
         return tuple(
             write(arena, layer, index, cache.mesh, repeats)
             for arena, layer in zip(arenas, new, strict=True)
@@ -134,3 +138,26 @@ def with_tokens(
     return dataclasses.replace(
         cache, keys=written(cache.keys, keys), values=written(cache.values, values)
     )
+
+
+def array_names(cache: KVCache, kind: str) -> dict[str, Any]:
+    """The arrays of a cache's keys or values by their names in files: "keys.0" of the first layer,
+    or "keys.0.codes" and "keys.0.scales" where it is quantised."""
+    named: dict[str, Any] = {}
+    for layer, arena in enumerate(getattr(cache, kind)):
+        named |= named_arrays(f"{kind}.{layer}", arena)
+    return named
+
+
+def named_arrays(name: str, arena: Any) -> dict[str, Any]:
+    """The arrays of one arena, or of tokens in its form, by their names in files."""
+    if isinstance(arena, QuantisedTensor):
+        return {f"{name}.codes": arena.codes, f"{name}.scales": arena.scales}
+    return {name: arena}
+
+
+def from_names(cache: KVCache, kind: str, arrays: Mapping[str, Any]) -> list[Any]:
+    """Tokens of each layer in the form of the cache's arenas, from arrays by their names."""
+    names = list(array_names(cache, kind))
+    arenas = getattr(cache, kind)
+    return jax.tree.unflatten(jax.tree.structure([*arenas]), [arrays[name] for name in names])

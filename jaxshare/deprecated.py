@@ -25,7 +25,7 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
         "jaxshare.decoding.state",
         "jaxshare.decoding.finish_reason",
     ),
-    "jaxshare.environment": "jaxshare.models.loading",
+    "jaxshare.environment": "jaxshare.models.tokenizer_files",
     "jaxshare.files": "jaxshare.paths",
     "jaxshare.groups": "jaxshare.data_parallel",
     "jaxshare.kept": "jaxshare.decoding.top_logits",

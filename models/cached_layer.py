@@ -11,9 +11,12 @@ from jaxtyping import Float
 
 from jaxshare import cpu
 from jaxshare.arena import append_tokens
-from jaxshare.attention.api import block_attention
+from jaxshare.attention.api import block_attention, can_expand
+from jaxshare.attention.expansion import HeadMakers
 from jaxshare.attention.plan import Plan
 from jaxshare.models.decoder_layer import Layer
+from jaxshare.models.latent_attention import ExpandingAttend
+from jaxshare.quantised_cache import Arena
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "implementation"))
@@ -21,11 +24,11 @@ def run_layer(
     layer: Layer,
     params: Mapping[str, Any],
     x: Float[Array, "R T M"],
-    keys: Array,
-    values: Array,
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     implementation: cpu.Implementation,
-) -> tuple[Float[Array, "R T M"], Array, Array]:
+) -> tuple[Float[Array, "R T M"], Arena, Arena]:
     """One layer of a pass: its output, and its arenas with the new tokens.
 
     Layers of one form have the same shapes, so that all of them are traced once.
@@ -34,14 +37,18 @@ def run_layer(
     config = layer.config
     how = {"scale": config.scale, "softcap": config.attention_softcap}
 
-    def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
+    def attend(
+        q: Array, k: Array, v: Array, sinks: Array | None, makers: HeadMakers | None = None
+    ) -> Array:
         nonlocal keys, values
         new = keys, values, k, v, plan
         keys, values = cpu.append_tokens(*new, implementation) or append_tokens(*new)
-        return block_attention(
-            q, keys, values, plan, sinks=sinks, implementation=implementation, **how
-        )
+        more = {"sinks": sinks, "makers": makers, "implementation": implementation}
+        return block_attention(q, keys, values, plan, **how, **more)
 
+    mla, given = config.mla, attend
+    if mla is not None and x.shape[1] >= mla.expands_from and can_expand(implementation):
+        given = ExpandingAttend(attend, lambda q, k, makers: attend(q, k, k[..., :0], None, makers))
     real = jnp.arange(x.shape[1]) < plan.count[:, None]
-    out: Any = layer.apply({"params": params}, x, attend, real)
+    out: Any = layer.apply({"params": params}, x, given, real)
     return out, keys, values

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
 
-from jaxshare import cpu
 from jaxshare.cpu import Implementation
 from jaxshare.models.expert_parallel import TokenShare
 from jaxshare.models.linear import Linear, Weight, keep_inputs, projections, weight
 from jaxshare.models.moe import MoE, route
 from jaxshare.models.packed import GATE_UP
-from jaxshare.models.ragged import ragged_product
+from jaxshare.models.ragged import expert_products, ragged_product, sorted_products
 from jaxshare.sharding import EXPERT, Axis, axis_without, psum
 
 
@@ -90,7 +89,7 @@ class MixtureOfExperts(nn.Module):
         gate, up = (stacked(moe.expert_size, name=name)(width) for name in ("gate", "up"))
         down = stacked(width, name="down")(moe.expert_size)
         kernels = [kernel for kernel, _ in (gate, up, down)]
-        first = cpu.expert_products(x, expert, kernels[:2], x.dtype, self.implementation)
+        first = expert_products(x, expert, kernels[:2], x.dtype, self.implementation)
         if first is None:
             # Sorted once for all products, with those of no expert at the end.
             order = jnp.argsort(expert.reshape(-1), stable=True)
@@ -105,16 +104,16 @@ class MixtureOfExperts(nn.Module):
         else:
             g, u = first
             hidden = _activated(g, u, gate[1], up[1], expert, moe).reshape(-1, g.shape[-1])
-            found = cpu.expert_products(
-                hidden, expert.reshape(-1, 1), kernels[2:], jnp.float32, self.implementation
-            )
-            assert found is not None
+            each = expert.reshape(-1, 1)
+            found = expert_products(hidden, each, kernels[2:], jnp.float32, self.implementation)
+            if found is None:  # matrices that are quantised in another way
+                found = [sorted_products(hidden, expert.reshape(-1), kernels[2], jnp.float32)]
             y = found[0].reshape(tokens, moe.top_k, width)
         if down[1] is not None:
             parts = self.axis  # over which units are split
             for split in moe.axes:
                 parts = axis_without(parts, split)
-            y = y + _once(down[1], parts)[jnp.minimum(expert, held - 1)]
+            y = y + _once(down[1], parts)[jnp.minimum(expert, held - 1)].astype(y.dtype)
         y = jnp.where((expert < held)[..., None], y, 0)
         return jnp.sum(y * weight[..., None], axis=1)
 

@@ -1,11 +1,14 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1), absorbed: attention over latents.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): attention over latents.
 
 A token's keys and values of all heads are products of one latent vector. In place of making them,
 each head's query is multiplied by the matrix that makes its keys, and what it attends to, a mixture
-of latents, by the one that makes its values (section 2.1.2). So the cache is that of one kv head,
-whose key is [rotated | latent] and whose value is the latent, for blocks as for any other model.
+of latents, by the one that makes its values (section 2.1.2): absorbed. So the cache is that of one
+kv head, whose key is [rotated | latent] and whose value is the latent, for blocks as for any other
+model. In passes of many new tokens a row it may take less to make the keys and values, of each tile
+of latents as it is read (`MLA.expands_from`): expanded. The cache is the same.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxshare.attention.expansion import HeadMakers
 from jaxshare.cpu import Implementation
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.expert_parallel import TokenShare
@@ -24,6 +28,24 @@ from jaxshare.sharding import Axis
 
 _NORM_EPS = 1e-6
 """Of the norms of latents, whatever that of the other norms is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandingAttend:
+    """The `attend` of a pass in which `LatentAttention` has keys and values made of the latents.
+
+    Attributes:
+      attend: as for any other pass.
+      makers_too: takes queries [rotated | not], not absorbed, new keys, and what makes keys and
+        values of heads.
+    """
+
+    attend: Callable[..., Array]
+    makers_too: Callable[[Array, Array, HeadMakers], Array]
+
+    def __call__(self, *new: Array | None) -> Array:
+        """Attends to latents."""
+        return self.attend(*new)
 
 
 class LatentAttention(nn.Module):
@@ -64,10 +86,18 @@ class LatentAttention(nn.Module):
         latent = norm(name="kv_a_norm")(latent)
         key_maker, _ = linear(c.num_heads * m.nope_dim, name="k_b").parameters(m.kv_lora_rank)
         value_maker, _ = linear(c.num_heads * m.value_dim, name="v_b").parameters(m.kv_lora_rank)
-        absorbed = _by_head(own, key_maker, 1)
         k = jnp.concatenate([shared, latent], axis=-1)[..., None, :]
-        out = attend(jnp.concatenate([rotated, absorbed], axis=-1), k, k[..., :0], None)
-        out = _by_head(out, value_maker, 2)
+        if isinstance(attend, ExpandingAttend):
+            makers = (
+                dequantised(maker, x.dtype).reshape(c.num_heads, -1, m.kv_lora_rank)
+                for maker in (key_maker, value_maker)
+            )
+            queries = jnp.concatenate([rotated, own], axis=-1)
+            out = attend.makers_too(queries, k, HeadMakers(*makers))
+        else:
+            absorbed = _by_head(own, key_maker, 1)
+            out = attend(jnp.concatenate([rotated, absorbed], axis=-1), k, k[..., :0], None)
+            out = _by_head(out, value_maker, 2)
         return linear(c.hidden_size, c.out_bias, axis=self.axis, share=self.share, name="o")(
             out.reshape(*x.shape[:-1], -1)
         )

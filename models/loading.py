@@ -1,6 +1,6 @@
 """Loading a model, its tokenizer and its generation settings from a folder or the Hugging Face hub.
 
-Weights are read from safetensors or Orbax files: nothing pickled is loaded, and code in a
+Weights are read from safetensors, GGUF or Orbax files: nothing pickled is loaded, and code in a
 checkpoint is never run.
 """
 
@@ -10,8 +10,7 @@ import functools
 import hashlib
 import json
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,12 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models import layers, orbax_io
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.config_fields import Fields, first_line, read_json
+from jaxshare.models.config_fields import Fields, read_json
 from jaxshare.models.fingerprint import bit_sums
 from jaxshare.models.generation_config import Generation
+from jaxshare.models.gguf import params as gguf_params
+from jaxshare.models.gguf.settings import sampling_of
+from jaxshare.models.gguf.tokenizer import tokenizer_of
 from jaxshare.models.layers import Decoder
 from jaxshare.models.packed import pack, unpack
 from jaxshare.models.partial_reads import PartialReader, can_be_read_in_parts
@@ -42,6 +44,7 @@ from jaxshare.models.safetensors_io import (
     match_tensors,
     read_params,
 )
+from jaxshare.models.sources import FILES, FILES_WITHOUT_WEIGHTS, Source, find, opened
 from jaxshare.models.tensor_names import Parameter, expected_tensors
 from jaxshare.models.tensor_parallel import (
     ParamPath,
@@ -52,25 +55,13 @@ from jaxshare.models.tensor_parallel import (
     shard_param,
     shard_params,
 )
+from jaxshare.models.tokenizer_files import read_tokenizer, tried
 from jaxshare.quantised import is_quantised
+from jaxshare.quantised_cache import check_approximation
 from jaxshare.sharding import DATA, axis_size, data_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-EMBEDDED = Path(__file__).parent / "embedded"
-"""The folder of the small model that comes with the package."""
-_FILES = [
-    "*.json",
-    "model*.safetensors",
-    "*.jinja",
-    "tokenizer*",
-    "merges.txt",
-    "vocab.txt",
-    "*.model",
-]
-_FILES_WITHOUT_WEIGHTS = [pattern for pattern in _FILES if "safetensors" not in pattern]
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,6 +81,8 @@ class LoadedModel:
       kv_repeats: the number of times `config` has each kv head of the checkpoint, because there are
         more devices than kv heads.
       name: the folder or hub id it was loaded from; "" for a model that was not loaded.
+      approximate_kv: the format, "int8" or "fp8", in which caches of the model keep keys and values,
+        so that its results are approximate; None for exact ones.
     """
 
     config: ModelConfig
@@ -100,6 +93,10 @@ class LoadedModel:
     mesh: Mesh | None = None
     kv_repeats: int = 1
     name: str = ""
+    approximate_kv: str | None = None
+
+    def __post_init__(self):
+        check_approximation("approximate_kv", self.approximate_kv)
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
@@ -108,7 +105,7 @@ class LoadedModel:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of plain parameters, and of cached keys and values."""
+        """The dtype of plain parameters, and of cached keys and values where these are exact."""
         return jax.tree.leaves(self.params, is_leaf=is_quantised)[0].dtype
 
     @property
@@ -224,13 +221,14 @@ def load(
     mesh: Mesh | None = None,
     *,
     check: bool | None = None,
+    approximate_kv: str | None = None,
 ) -> LoadedModel:
-    """Loads a checkpoint in Hugging Face form, or in the Orbax form that `jaxshare convert` writes.
-    Switches on the persistent compilation cache (`jaxshare.compile_cache`).
+    """Loads a checkpoint in Hugging Face form, in the Orbax form that `jaxshare convert` writes, or a
+    GGUF file. Switches on the persistent compilation cache (`jaxshare.compile_cache`).
 
     Args:
-      path: a folder, a hub id such as "Qwen/Qwen3-0.6B", or "embedded" for the small model that
-        comes with the package.
+      path: a folder, a hub id such as "Qwen/Qwen3-0.6B", a file that ends in .gguf, or "embedded"
+        for the small model that comes with the package.
       dtype: of the parameters: bfloat16, float16 or float32, by name or as a dtype. None is the
         checkpoint's own: that of config.json, or else of its tensors. Quantised parameters stay as
         the checkpoint has them; it is the dtype of the numbers that they stand for.
@@ -239,26 +237,29 @@ def load(
         have; no device ever holds more.
       check: refuse parameters that are NaN or infinite. None is True, or False where the
         environment variable JAXSHARE_CHECK_WEIGHTS is "off".
+      approximate_kv: "int8" or "fp8" for caches that keep keys and values as codes of eight bits, in
+        about half the memory of bfloat16. Results are then approximate. None for exact ones.
 
     Raises:
       FileNotFoundError: no such folder, or a required file is missing.
       ConfigError: config.json describes a model that is not supported, or a settings file is not a
         JSON object.
+      ImportError: a GGUF file, without the package that reads it.
       CheckpointError: weights that are truncated, corrupt, not those of the model or not finite.
-      ValueError: an unknown dtype, a tokenizer that cannot be read, or heads or MLP that do not
-        divide over the mesh.
+      ValueError: an unknown dtype or approximation, a tokenizer that cannot be read, or heads or MLP
+        that do not divide over the mesh.
     """
+    check_approximation("approximate_kv", approximate_kv)
     compile_cache.enable()
     target_dtype = None if dtype is None else _dtype(dtype)
     check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
-    folder = _folder(path, revision, _FILES)
-    config = ModelConfig.from_json(folder)
+    source = opened(find(path, revision, FILES))
+    config = source.config
     fitted = config if mesh is None else fit(config, mesh)
-    settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
-    read, dtypes = _reader(folder, config, fitted, mesh, check)
-    generation, tokenizer = _generation(folder, settings), _tokenizer(folder)
+    read, dtypes = _reader(source, fitted, mesh, check)
+    generation, tokenizer = _generation(source), _tokenizer(source)
     if target_dtype is None:
-        target_dtype = _checkpoint_dtype(settings, dtypes)
+        target_dtype = _checkpoint_dtype(source.settings, dtypes)
     params = read(target_dtype)
     if mesh is None and jax.default_backend() == "gpu":
         params = pack(params, config)
@@ -267,35 +268,40 @@ def load(
         params,
         tokenizer,
         generation,
-        _workers(folder),
+        _workers(source.place),
         mesh,
         fitted.num_kv_heads // config.num_kv_heads,
         os.fspath(path),
+        approximate_kv,
     )
 
 
 def _reader(
-    folder: Path, config: ModelConfig, fitted: ModelConfig, mesh: Mesh | None, check: bool
+    source: Source, fitted: ModelConfig, mesh: Mesh | None, check: bool
 ) -> tuple[Callable[[jnp.dtype], dict[str, Any]], set[jnp.dtype]]:
     """The function that reads the parameters in a dtype, and the dtypes that they are stored in."""
+    folder, config = source.place, source.config
     if orbax_io.is_checkpoint(folder):
         found = orbax_io.match_metadata(folder, expected_tensors(config))
         dtypes = {jnp.dtype(value.dtype) for value in found.values() if not is_quantised(value)}
         restore = functools.partial(orbax_io.restore_params, mesh=mesh, check=check)
         return functools.partial(restore, folder, config, found), dtypes
+    module = None if mesh is None else ShardedDecoder(fitted, mesh)
+    put = module and functools.partial(_put_on_mesh, config, module)
+    if source.gguf:
+        places = gguf_params.match(source.gguf, config)
+        read = functools.partial(gguf_params.read, source.gguf, places, put=put, check=check)
+        return read, {jnp.dtype(gguf_params.stored_dtype(source.gguf))}
     stored = stored_tensors(folder)
     expected = match_tensors(config, stored, folder, quantisation_of(folder))
-    # Those in MXFP4 are read as bfloat16, which holds their numbers; those that stay quantised do
-    # not count.
+    # Those that stay quantised do not count.
     parts = (part for tensor in expected.values() for part in tensor.parts)
-    names = {stored[part.name].dtype for part in parts if part.form is None}
+    names = {stored[part.name].dtype for part in parts if not part.is_quantised}
     dtypes = {jnp.dtype(DTYPES.get(name, jnp.bfloat16)) for name in names}
-    if mesh is None:
+    if module is None:
         return functools.partial(read_params, stored, expected, check=check), dtypes
-    module = ShardedDecoder(fitted, mesh)
     in_parts = {n: tensor for n, tensor in expected.items() if can_be_read_in_parts(tensor, stored)}
     whole = {n: tensor for n, tensor in expected.items() if n not in in_parts}
-    put = functools.partial(_put_on_mesh, config, module)
 
     def read(dtype: jnp.dtype) -> dict[str, Any]:
         done = PartialReader(stored, in_parts, config, module, dtype, check).arrays()
@@ -310,15 +316,13 @@ def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel
     For a process that reads prompts while others run the model. Arguments and errors as in `load`,
     but for those of weights.
     """
-    folder = _folder(path, revision, _FILES_WITHOUT_WEIGHTS)
-    config = ModelConfig.from_json(folder)
-    settings = Fields(read_json(folder / "config.json"), str(folder / "config.json"))
+    source = opened(find(path, revision, FILES_WITHOUT_WEIGHTS))
     return LoadedModel(
-        config,
+        source.config,
         {},
-        _tokenizer(folder),
-        _generation(folder, settings),
-        _workers(folder),
+        _tokenizer(source),
+        _generation(source),
+        _workers(source.place),
         name=os.fspath(path),
     )
 
@@ -328,49 +332,6 @@ def _put_on_mesh(
 ) -> Any:
     fitted = fit_params(value, path, config, module.mesh)
     return shard_param(fitted, path, module)
-
-
-def local_folder(name: str | os.PathLike) -> Path:
-    """Returns the local folder that a model's name refers to, which need not exist.
-
-    "embedded" is the model in the package.
-    """
-    return EMBEDDED if name == "embedded" else Path(name)
-
-
-def _folder(path: str | os.PathLike, revision: str | None, files: list[str]) -> Path:
-    folder = local_folder(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{folder} has no config.json: a model folder holds config.json and "
-                "model.safetensors, as in Hugging Face checkpoints"
-            )
-        return folder
-    if folder.exists():
-        raise FileNotFoundError(
-            f"{folder} is a file: give the folder that holds config.json and the weights"
-        )
-    name = os.fspath(path)
-    if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", name):
-        raise FileNotFoundError(
-            f"there is no model folder {name}: give a folder with config.json and "
-            "model.safetensors, or a hub id such as Qwen/Qwen3-0.6B"
-        )
-    import huggingface_hub  # here, because most programs do not use the hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=files)
-        )
-    # Types differ between versions: no network, no such repository or revision, no access.
-    except Exception as error:
-        at = f" at revision {revision}" if revision else ""
-        raise FileNotFoundError(
-            f"there is no model folder {name}, and the hub did not give a model of this name{at} "
-            f"({first_line(error)}): give an existing folder, or check the name, the network and "
-            "the access rights"
-        ) from error
 
 
 def _dtype(value: Any) -> jnp.dtype:
@@ -394,55 +355,22 @@ def _checkpoint_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:
     return stored.pop() if len(stored) == 1 else jnp.dtype(jnp.float32)
 
 
-def _generation(folder: Path, settings: Fields) -> Generation:
-    file = folder / "generation_config.json"
-    return Generation.from_json(
-        read_json(file) if file.is_file() else {}, settings.values, str(file)
-    )
+def _generation(source: Source) -> Generation:
+    file = source.place / "generation_config.json"
+    if not file.is_file() and source.gguf:
+        file, values = source.gguf.path, sampling_of(source.gguf)
+    else:
+        values = read_json(file) if file.is_file() else {}
+    return Generation.from_json(values, source.settings.values, str(file))
+
+
+def _tokenizer(source: Source) -> "PreTrainedTokenizerBase | None":
+    found, file = read_tokenizer(source.place), source.gguf
+    if found is not None or file is None:
+        return found
+    return tried(functools.partial(tokenizer_of, file), file.path)
 
 
 def _workers(folder: Path) -> dict[str, Any] | None:
     file = folder / "workers.json"
     return read_json(file) if file.is_file() else None
-
-
-def _tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    # On its first import it advises to install PyTorch, which is not needed here.
-    with environment(TRANSFORMERS_NO_ADVISORY_WARNINGS="1"):
-        from transformers import AutoTokenizer  # here, because it takes seconds
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        tokenizer.encode("a", verbose=False)  # settings of wrong types show only here
-        template = tokenizer.chat_template
-        texts = [*template.values()] if isinstance(template, dict) else [template]
-        if not all(text is None or isinstance(text, str) for text in texts):
-            raise ValueError("its chat_template is not a text")
-        return tokenizer
-    # Many types, from a malformed file to a missing library; a panic of Rust is no Exception.
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(
-            f"the tokenizer in {folder} cannot be read ({first_line(error)}); give a "
-            "tokenizer.json as the tokenizers library writes it, or no tokenizer files at all"
-        ) from error
-
-
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    """Sets environment variables for the duration of a with statement, on one thread."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -29,6 +29,22 @@ class MLA:
         return self.nope_dim + self.rope_dim
 
     @property
+    def expands_from(self) -> int:
+        """New tokens of a row from which on it takes less to make the keys and values of all heads
+        than to attend to latents.
+
+        Counted in products of numbers, for each head. Attending to a latent takes `cached_dim` and
+        `kv_lora_rank` of them a query, and to a key and a value `query_dim` and `value_dim`. Making
+        these takes `kv_lora_rank * (nope_dim + value_dim)`, once for all queries that read the tile.
+        With DeepSeek-V3's sizes 131,072 are divided by 1,088 - 320: from 171 tokens on. The tokens'
+        own queries and results, which absorbing has to multiply too, come on top.
+        """
+        less = self.cached_dim + self.kv_lora_rank - self.query_dim - self.value_dim
+        if less <= 0:
+            return 2**31
+        return -(-self.kv_lora_rank * (self.nope_dim + self.value_dim) // less)
+
+    @property
     def cached_dim(self) -> int:
         """Entries that a cache keeps of a token in each layer."""
         return self.rope_dim + self.kv_lora_rank

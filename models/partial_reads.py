@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from jaxshare import sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.mxfp4 import dequantised
 from jaxshare.models.safetensors_files import StoredTensor, opened
 from jaxshare.models.safetensors_io import DTYPES, PROGRESS_BYTES, largest, not_finite
 from jaxshare.models.tensor_names import ExpectedTensor, Part, kept_dtype
@@ -31,11 +30,8 @@ Read = Callable[[str, Index], Shaped[np.ndarray, "..."]]
 
 
 def can_be_read_in_parts(tensor: ExpectedTensor, stored: Mapping[str, StoredTensor]) -> bool:
-    """Returns whether a parameter's tensors are plain numbers or MXFP4; others are read whole."""
-    return all(
-        part.form is None and (bool(part.scales) or stored[part.name].dtype in DTYPES)
-        for part in tensor.parts
-    )
+    """Returns whether a parameter's tensors are plain numbers; quantised ones are read whole."""
+    return all(not part.is_quantised and stored[part.name].dtype in DTYPES for part in tensor.parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +125,7 @@ class PartialReader:
         # A file is opened for each part, since the pages of an open mapping count as memory.
         with opened(self.stored[name], name) as tensor:
             value = tensor[tuple(slice(*each) for each in index)]
-        if self.check and value.dtype.kind != "u":
+        if self.check:
             with np.errstate(over="ignore"):
                 is_finite = np.isfinite(largest(value).astype(dtype))
             if not is_finite:
@@ -143,7 +139,7 @@ def part_of(
     """Returns a part of a parameter, of which `read` gives parts of tensors.
 
     Args:
-      tensor: the parameter, in plain numbers or MXFP4.
+      tensor: the parameter.
       index: the part.
       read: gives parts of the checkpoint's tensors, of any float dtype.
       dtype: of the result.
@@ -175,14 +171,6 @@ def _rows(part: Part, rows: tuple[int, int], rest: Index, read: Read) -> Shaped[
     if part.matrix is not None:
         one = part.matrix, part.matrix + 1
         taken = part.start + start * part.step, part.start + (stop - 1) * part.step + 1
-        if part.scales:
-            every = [tuple((0, size) for size in part.shape[2:]), ((0, part.shape[2]),)]
-            names = part.name, part.scales
-            blocks, scales = (
-                read(name, (one, taken, *other))[0][:: part.step]
-                for name, other in zip(names, every, strict=True)
-            )
-            return dequantised(blocks, scales)[(slice(None), *(slice(*each) for each in rest))]
         if part.is_transposed:
             return read(part.name, (one, *rest, taken))[0].T[:: part.step]
         return read(part.name, (one, taken, *rest))[0][:: part.step]

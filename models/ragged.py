@@ -1,15 +1,16 @@
-"""Products of rows with the matrices of their groups, where XLA computes them.
+"""Products of rows with the matrices of their groups: the choice of a kernel, and what XLA computes
+where there is none.
 
-Rows are sorted by group. XLA's own ragged product multiplies all rows with all matrices, on CPUs
-and on GPUs. Here a CPU goes over blocks of rows. On other devices a few rows read their own
+For XLA, rows are sorted by group. Its own ragged product multiplies all rows with all matrices, on
+CPUs and on GPUs. Here a CPU goes over blocks of rows. On other devices a few rows read their own
 matrices alone, and for more XLA's product is used, or that of tokamax where this is installed.
 
-Axis letters: S rows, G groups, B rows of a block.
+Axis letters: S rows, G groups, B rows of a block; N tokens, K chosen groups of a token.
 """
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from jaxshare import cpu
 from jaxshare.models.linear import Weight, dequantised
 from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor
@@ -32,6 +34,48 @@ _BY_LINES = lax.RaggedDotDimensionNumbers(
     rhs_group_dimensions=[0],
 )
 """Each row with each line of its group's matrix."""
+
+
+_KERNELS_OF_GPUS = frozenset({"mosaic_gpu", "triton"})
+"""The backends of attention whose passes use kernels for experts too."""
+
+
+def expert_products(
+    x: Float[Array, "N in"],
+    expert: Int[Array, "N K"],
+    kernels: Sequence[Weight],
+    dtype: DTypeLike,
+    implementation: cpu.Implementation,
+) -> Sequence[Float[Array, "N K out"]] | None:
+    """Returns x[n] @ kernel[expert[n, k]].T for each kernel, by a kernel for the device that is
+    traced for; None where there is none, or XLA is asked for.
+
+    Results of an expert that is not there are undefined. Not differentiable.
+    """
+    found = cpu.expert_products(x, expert, kernels, dtype, implementation)
+    if found is not None or current_device() is None:
+        return found
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if names is not None and not _KERNELS_OF_GPUS.intersection(names):
+        return None
+    many = expert.size > _MOST_ROWS * kernels[0].shape[0]
+    if many and _has_tokamax() and not any(isinstance(each, QuantisedTensor) for each in kernels):
+        return None
+    from jaxshare.pallas.expert_products import gpu_expert_products
+
+    try:
+        return [gpu_expert_products(x, expert, kernel, dtype) for kernel in kernels]
+    except NotImplementedError:
+        return None
+
+
+def sorted_products(
+    x: Float[Array, "S in"], group: Int[Array, " S"], kernel: Weight, dtype: DTypeLike
+) -> Float[Array, "S out"]:
+    """Returns each row @ kernel[its group].T, of rows in any order, as `ragged_product` does."""
+    order = jnp.argsort(group, stable=True)
+    sizes = jnp.bincount(group, length=kernel.shape[0])
+    return ragged_product(x[order], kernel, sizes, dtype)[jnp.argsort(order)]
 
 
 def ragged_product(
@@ -62,9 +106,13 @@ def ragged_product(
     return found.astype(dtype)
 
 
+def _has_tokamax() -> bool:
+    return importlib.util.find_spec("tokamax") is not None
+
+
 def _ragged_dot() -> Callable[..., Array]:
     """The ragged product of tokamax, an option, or XLA's."""
-    if importlib.util.find_spec("tokamax") is None:
+    if not _has_tokamax():
         return lax.ragged_dot_general
     return importlib.import_module("tokamax").ragged_dot_general
 

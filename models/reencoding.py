@@ -81,8 +81,9 @@ def _empty_cache(model: LoadedModel, trace: Trace, cache: KVCache | None) -> KVC
         cache = KVCache.create(
             model.config,
             trace.capacities.tolist(),
-            jax.tree.leaves(model.params)[0].dtype,
+            model.dtype,
             mesh=model.mesh,
+            approximate=model.approximate_kv,
         )
     elif (has := np.asarray(cache.capacities)).shape != trace.capacities.shape or (
         has < trace.lengths

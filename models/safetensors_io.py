@@ -76,7 +76,7 @@ def match_tensors(
     problems += [f"{name} is unexpected" for name in unexpected]
     for name in arrays.keys() & stored.keys():
         array, found = arrays[name], stored[name]
-        if found.shape not in array.shapes:
+        if array.shapes and found.shape not in array.shapes:
             wanted = " or ".join(map(str, array.shapes))
             problems.append(f"{name} has shape {found.shape}, not {wanted}")
         if found.dtype not in array.dtypes:
@@ -224,7 +224,7 @@ def _check_finite(
                 raise not_finite(f"{stored[part.name].file}: {part.name}", one.dtype, dtype)
         elif problem := _problem_of_numbers(one):
             raise CheckpointError(
-                f"{stored[f'{part.layer}.{part.arrays[0]}'].file}: {part.layer} has {problem}; fetch "
+                f"{stored[part.first_name].file}: {part.layer} has {problem}; fetch "
                 "the checkpoint again, or load it as it is with check=False, on the command line "
                 f"with {CHECK_VARIABLE}=off"
             )
@@ -316,7 +316,7 @@ def read_tensors(
 
     def size(tensor: ExpectedTensor) -> int:
         first = tensor.parts[0]
-        if first.form is not None:
+        if first.is_quantised:
             return math.prod(tensor.shape)
         dtype = DTYPES.get(stored[first.name].dtype, jnp.bfloat16)
         return math.prod(tensor.shape) * np.dtype(dtype).itemsize
@@ -339,10 +339,10 @@ def read_tensors(
                     if part.form is None or isinstance(error, CheckpointError):
                         raise
                     raise CheckpointError(
-                        f"{stored[f'{part.layer}.{part.arrays[0]}'].file}: {part.layer} cannot be "
+                        f"{stored[part.first_name].file}: {part.layer} cannot be "
                         f"read: {error}; fetch the checkpoint again"
                     ) from error
-            bar.update(value.size if part.form is not None else value.nbytes)
+            bar.update(value.size if part.is_quantised else value.nbytes)
             return value
 
         for name in sorted(expected, key=lambda name: -math.prod(expected[name].shape)):

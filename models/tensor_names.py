@@ -17,7 +17,7 @@ from jaxtyping import Shaped
 from jaxshare.models.config import FAMILIES, ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.mla import MLA
-from jaxshare.models.mxfp4 import GROUP, dequantised
+from jaxshare.models.mxfp4 import GROUP, packed
 from jaxshare.models.packed import part_sizes
 from jaxshare.models.quantisation.codes import stacked
 from jaxshare.models.quantisation.matching import Quantisation
@@ -87,6 +87,16 @@ class Part:
         """The name of the layer whose weight the tensor is."""
         return self.name.removesuffix(_WEIGHT)
 
+    @property
+    def is_quantised(self) -> bool:
+        """True for a part of a quantised tensor."""
+        return self.form is not None or bool(self.scales)
+
+    @property
+    def first_name(self) -> str:
+        """The name of a tensor that the checkpoint has for the part."""
+        return self.name if self.form is None else f"{self.layer}.{self.arrays[0]}"
+
     def taken(self, tensor: Callable[[str], Any]) -> Parameter:
         """Returns the rows; `tensor` gives what stands for a tensor of a file, to be sliced."""
         if self.form is not None:
@@ -96,7 +106,7 @@ class Part:
             one, rows = slice(self.matrix, self.matrix + 1), slice(self.start, self.stop, self.step)
             matrix = tensor(self.name)[one][0]
             if self.scales:
-                return dequantised(matrix[rows], tensor(self.scales)[one][0][rows])
+                return packed(matrix[rows], tensor(self.scales)[one][0][rows])
             return (matrix.T if self.is_transposed else matrix)[rows]
         if self.groups == 1:
             return tensor(self.name)[self.start : self.stop]
@@ -370,7 +380,7 @@ def assembled(tensor: ExpectedTensor, read: Callable[[Part], Any]) -> Parameter:
     Raises:
       ValueError: quantised matrices of experts that cannot be stacked.
     """
-    if tensor.is_stacked and tensor.parts[0].form is not None:
+    if tensor.is_stacked and tensor.parts[0].is_quantised:
         return stacked(len(tensor.parts), (read(part) for part in tensor.parts))
     value = read(tensor.parts[0])
     if tensor.is_stacked:

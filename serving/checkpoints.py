@@ -416,3 +416,18 @@ def leaves(tree: Any) -> dict[str, Any]:
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
+
+
+def check_approximation(save: SavedCheckpoint, approximate_kv: str | None) -> None:
+    """Refuses a checkpoint whose keys and values are of another form than the model's caches have.
+
+    Raises:
+      SaveError: as described.
+    """
+    saved = save.metadata.get("approximate_kv")  # earlier versions had exact ones alone
+    if saved != approximate_kv:
+        forms = [f"approximated as {name}" if name else "exact" for name in (saved, approximate_kv)]
+        raise SaveError(
+            f"save {save.number} of {save.folder} has keys and values that are {forms[0]}, but here "
+            f"they are {forms[1]}; load the model with approximate_kv={saved!r} to go on from it"
+        )

@@ -17,6 +17,7 @@ from jaxshare.serving.inputs import cache_dtype
 _NAMES = {
     "dtype": "the dtype of its parameters",
     "weights": "its parameters",
+    "approximate_kv": "the approximation of its keys and values",
     "tokenizer": "its tokenizer",
     "chat_template": "its chat template",
     "generation": "its generation settings",
@@ -37,6 +38,8 @@ def identity(model: LoadedModel) -> dict[str, Any]:
     generation = {k: v for k, v in given.items() if k in _ALWAYS or v != off[k]}
     generation = json.loads(json.dumps(generation))  # as it comes out of a file
     template = model.tokenizer.chat_template if model.tokenizer else None
+    if model.approximate_kv is not None:  # which earlier versions did not know
+        found["approximate_kv"] = model.approximate_kv
     return {
         **found,
         "tokenizer": _tokenizer_hash(model.tokenizer),
@@ -78,14 +81,20 @@ def check_identity(
     if "dtype" in differing:
         differing = [name for name in differing if name != "weights"]  # which have that dtype
     if differing:
-        changes = [_NAMES[name] + _details(name, saved[name], now[name]) for name in differing]
+        changes = [
+            _NAMES[name] + _details(name, saved.get(name), now.get(name)) for name in differing
+        ]
         # all but one of the names are plural
         verb = "has" if len(changes) == 1 and differing[0] in _SINGULAR else "have"
         raise ValueError(
             f"{what} began with another model of this name: {' and '.join(changes)} {verb} "
             f"changed; {advice}, or put the files of the model back as they were"
         )
-    if unknown := [what for name, what in _NAMES.items() if name not in saved or name not in now]:
+    if unknown := [
+        what
+        for name, what in _NAMES.items()
+        if name != "approximate_kv" and (name not in saved or name not in now)
+    ]:
         _log.warning(
             "warning: %s goes on without a comparison of %s with the model that it began with, "
             "because an earlier version of jaxshare began it or they are on other machines; if "
@@ -98,6 +107,8 @@ def check_identity(
 
 def _same(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Returns True if one part of the identity is the same, or is known of one alone."""
+    if name == "approximate_kv":  # there where it is on
+        return saved.get(name) == now.get(name)
     if name not in saved or name not in now:
         return True
     if name == "weights":
@@ -106,12 +117,12 @@ def _same(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 _ALWAYS = ("stop_tokens", "temperature", "top_k", "top_p", "min_p")
-_SINGULAR = ("dtype", "tokenizer", "chat_template")
+_SINGULAR = ("dtype", "approximate_kv", "tokenizer", "chat_template")
 
 
 def _details(name: str, then: Any, now: Any) -> str:
     """The values that differ, in brackets, where they are short enough to read."""
-    if name == "dtype":
+    if name in ("dtype", "approximate_kv"):
         return f" ({then}, now {now})"
     if name == "generation":
         fields = [f for f in {**then, **now} if then.get(f) != now.get(f)]

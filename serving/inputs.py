@@ -11,6 +11,7 @@ from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts, s
 from jaxshare.decoding.processors import check_processor, find_processor
 from jaxshare.decoding.sampling_params import check_best_of
 from jaxshare.models import LoadedModel
+from jaxshare.quantised_cache import SCALE_BYTES
 from jaxshare.serving.chat.dialogue import checked_messages
 from jaxshare.serving.chat.tools import as_tools
 from jaxshare.serving.chat_template import ChatTemplateError, UnusedToolsError, render_marked
@@ -263,18 +264,24 @@ def warn_of_equal_texts(counts: Iterable[tuple[int, Sampler]]) -> None:
 
 
 def cache_dtype(model: LoadedModel) -> jnp.dtype:
-    """Returns the dtype of cached keys and values, which is that of the parameters."""
+    """Returns the dtype of cached keys and values, which is that of the parameters.
+
+    Where the model's caches approximate (`LoadedModel.approximate_kv`), that of what their codes
+    stand for.
+    """
     return model.dtype
 
 
 def token_bytes(model: LoadedModel) -> int:
     """Returns the bytes of one cached token.
 
-    Keys and values of all layers, on all devices of one data group of the mesh.
+    Keys and values of all layers, on all devices of one data group of the mesh; where they are
+    codes, with their scales.
     """
-    c = model.config
-    numbers = c.num_layers * c.num_kv_heads * (c.head_dim + c.value_dim)
-    return numbers * cache_dtype(model).itemsize
+    c, is_exact = model.config, model.approximate_kv is None
+    size, scale = (cache_dtype(model).itemsize, 0) if is_exact else (1, SCALE_BYTES)
+    each = sum(numbers * size + scale for numbers in (c.head_dim, c.value_dim) if numbers)
+    return c.num_layers * c.num_kv_heads * each
 
 
 def cache_devices(model: LoadedModel) -> int:

@@ -200,9 +200,10 @@ class Shelf:
         scale: float,
         scoring: Scoring = PLAIN,
     ) -> np.ndarray:
-        """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, D]; nan where
-        there is no token."""
-        out = np.full(q.shape, np.nan)
+        """q [R, T, H, D] of tokens that `append` has put down already -> [R, T, H, size of a value];
+        nan where there is no token."""
+        value_dim = next((v.shape[-1] for block in self.blocks for _, v in block), q.shape[-1])
+        out = np.full((*q.shape[:3], value_dim), np.nan)
         for r, row in enumerate(rows):
             for t in range(count[r]):
                 own = self.blocks[row[-1]]
@@ -334,9 +335,8 @@ def cache_with(
 
     What no block holds is filled with large noise, so that reading it shows.
     """
-    kv_heads, dim = blocks[0].shape[1:]
     rng = np.random.default_rng(7)
-    keys, kept = (rng.normal(size=(tokens, kv_heads, dim)) * 30 for _ in range(2))
+    keys, kept = (rng.normal(size=(tokens, *given[0].shape[1:])) * 30 for given in (blocks, values))
     for k, v, at, phase in zip(blocks, values, offsets, phases, strict=True):
         keys[at : at + len(k)] = rotated(k, phase + np.arange(len(k)), rope, rope.attention_factor)
         kept[at : at + len(v)] = v

@@ -9,10 +9,12 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare import cpu
+from jaxshare.attention.expansion import HeadMakers
 from jaxshare.attention.plan import Plan
 from jaxshare.attention.reference import reference_attention
 from jaxshare.attention.xla import xla_attention
 from jaxshare.pallas.device import current_device
+from jaxshare.quantised_cache import Arena
 
 Backend = Callable[..., Array]
 """(q, keys, values, plan, scale) -> out; softcap and sinks by name where there are any."""
@@ -66,13 +68,14 @@ def preferred() -> tuple[str, ...]:
 
 def block_attention(
     q: Float[Array, "..."],
-    keys: Float[Array, "..."],
-    values: Float[Array, "..."],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     *,
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
+    makers: HeadMakers | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "R T H _"]:
     """Attention of each row's new tokens over the blocks that its layout lists, in its order.
@@ -84,30 +87,37 @@ def block_attention(
     Args:
       q: [R, T, H, D], not rotated; H is a multiple of K.
       keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them
-        (`KVCache.append`). Values may have a last dim of 0: a token's value is then its key
+        (`KVCache.append`); quantised where the cache approximates. Values may have a last dim of 0: a token's value is then its key
         without the rotated entries.
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
       softcap: scores are softcap * tanh(score / softcap); 0 leaves them as they are.
       sinks: for each head a score beside those of all keys, whose value is 0; default none.
+      makers: where a cache has latents, what makes each head's keys and values of them; queries are
+        then [rotated | not] as those keys are. Only xla takes it, see `can_expand`.
       implementation: a backend's name, several to try in order, or None for the best on this
         device: on an NVIDIA GPU mosaic_gpu, then triton, then xla; on a CPU cpu, then xla;
         elsewhere xla. The device is JAX's default one, so name "xla" for arrays that are placed
         elsewhere. The next is tried only where one raises NotImplementedError.
 
     Returns:
-      Attention in q's dtype, [R, T, H, D]; [R, T, H, D - 2 P] where values are a part of keys.
+      Attention in q's dtype, [R, T, H, D]; [R, T, H, D - 2 P] where values are a part of keys; with
+      makers [R, T, H, V] of the values that they make.
       Rows and tokens that are not real are finite and mean nothing.
 
     Raises:
       ValueError: shapes that do not fit, or no such backend.
       NotImplementedError: no backend named can serve the call; the message has each one's reason.
     """
-    _check_shapes(q, keys, values, plan)
+    _check_shapes(q, keys, values, plan, makers)
     score_scale = q.shape[3] ** -0.5 if scale is None else scale
     more = ({"softcap": softcap} if softcap else {}) | ({} if sinks is None else {"sinks": sinks})
+    more |= {} if makers is None else {"makers": makers}
     reasons = []
     for name in _names(implementation):
+        if makers is not None and name != "xla":
+            reasons.append(f"{name}: it makes no keys and values of latents")
+            continue
         try:
             return BACKENDS[name](q, keys, values, plan, score_scale, **more)
         except NotImplementedError as reason:
@@ -115,12 +125,23 @@ def block_attention(
     raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))
 
 
-def _check_shapes(q: Array, keys: Array, values: Array, plan: Plan) -> None:
+def can_expand(implementation: str | Sequence[str] | None) -> bool:
+    """True if xla is what serves caches of latents: it can make the keys and values of heads of
+    them. The kernels for GPUs attend to latents, and so does the reference."""
+    return next((name for name in _names(implementation) if name != "cpu"), None) == "xla"
+
+
+def _check_shapes(
+    q: Array, keys: Arena, values: Arena, plan: Plan, makers: HeadMakers | None
+) -> None:
     rows, width = plan.positions.shape
     if q.ndim != 4 or q.shape[:2] != (rows, width):
         raise ValueError(
             f"q must be [R, T, H, D] with R, T = {rows}, {width} as planned; got {q.shape}"
         )
+    if makers is not None:
+        _check_makers(q, keys, values, makers)
+        return
     if (
         keys.ndim != 3
         or keys.shape[:2] != values.shape[:2]
@@ -132,6 +153,21 @@ def _check_shapes(q: Array, keys: Array, values: Array, plan: Plan) -> None:
             f"keys and values must be arenas [K, tokens, {q.shape[3]}] of one shape (or values "
             f"with a last dim of 0), with K dividing {q.shape[2]} heads; got {keys.shape} and "
             f"{values.shape}"
+        )
+
+
+def _check_makers(q: Array, keys: Array, values: Array, makers: HeadMakers) -> None:
+    heads, own, latent = makers.keys.shape
+    expected = (1, keys.shape[1], q.shape[3] - own + latent)
+    if (
+        keys.shape != expected
+        or values.shape != (*expected[:2], 0)
+        or q.shape[2] != heads
+        or makers.values.shape[::2] != (heads, latent)
+    ):
+        raise ValueError(
+            f"for queries {q.shape} and makers {makers.keys.shape} and {makers.values.shape} the "
+            f"arena must be {expected}, without values; got {keys.shape} and {values.shape}"
         )
 
 

@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import Float, Float32
 
 from jaxshare.attention.plan import Plan
+from jaxshare.quantised_cache import Arena, wide
 from jaxshare.rope import rotate
 from jaxshare.sharding import pmax, psum
 from jaxshare.softcap import soft_capped
@@ -18,7 +19,7 @@ _TILE = 512
 
 def block_attention_share(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
+    keys: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
@@ -60,7 +61,7 @@ def block_attention_share(
             # counted before are masked.
             start = jnp.minimum(first + i * tile, arena - tile)
             token = start + jnp.arange(tile) - first
-            k = jax.lax.dynamic_slice_in_dim(keys, start, tile, axis=1).astype(jnp.float32)
+            k = _tile(keys, start, tile)
             scores = jnp.einsum("tkgd,ksd->tkgs", query, k, precision="highest")
             scores = soft_capped(scores, softcap)
             real = (token >= i * tile) & (token < seen[:, None])
@@ -76,6 +77,11 @@ def block_attention_share(
 
     lse = jax.lax.map(block_lse, jnp.arange(rows * slots)).reshape(rows, slots, width, heads)
     return _shares(_over_devices(lse, plan.token_sharding.axis)).transpose(0, 2, 3, 1)
+
+
+def _tile(keys: Arena, start: Array, size: int) -> Float32[Array, "K S D"]:
+    """Some keys of an arena, in float32."""
+    return wide(jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size, axis=1), keys))
 
 
 def _shares(lse: Array) -> Array:

@@ -12,6 +12,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 from jaxshare.rope import Rope
 
 _FINE = 1024
@@ -19,8 +21,8 @@ _FINE = 1024
 
 def reference_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
@@ -36,6 +38,10 @@ def reference_attention(
         raise NotImplementedError(
             "it reads whole blocks, and here each device keeps a part of them"
         )
+    # All of them are dequantised: the oracle takes the memory for it.
+    keys, values = (
+        a.dequantised(jnp.float32) if isinstance(a, QuantisedTensor) else a for a in (keys, values)
+    )
     kv_heads, tokens, _ = keys.shape
     values = values if values.shape[2] else keys[..., plan.rope.rotary_dim :]
     rows, width, heads, dim = q.shape

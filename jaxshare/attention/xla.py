@@ -16,12 +16,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
+from jaxshare.attention.expansion import HeadMakers
 from jaxshare.attention.merge import Partial, merge, merge_over, sink_part
 from jaxshare.attention.plan import Plan
 from jaxshare.attention.tiling import Tiles
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 from jaxshare.softcap import soft_capped
 
-_Score = Callable[[Array, Array], Array]
+_Score = Callable[[Array, Arena], Array]
 """(queries, keys) -> scores, the softcap applied."""
 _LOG2_E = 1.4426950408889634
 _MAX_QUERIES_AT_ONCE = 32
@@ -38,33 +41,67 @@ more, iterations over all rows would make a pass quadratic in them."""
 
 def xla_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
+    makers: HeadMakers | None = None,
 ) -> Float[Array, "R T H _"]:
     """Attention of queries that are not rotated over arenas that hold this pass's keys and values
-    already, in q's dtype."""
+    already, in q's dtype.
+
+    With `makers` each tile of keys is read as the keys and values that they make of it, once for all
+    queries of the tile.
+    """
     # Where values are a part of keys, whole keys are weighted and the sums of rotated entries left
     # out at the end: that costs less than a copy of a part of every key.
-    first = 0 if values.shape[2] else 2 * plan.query_cos.shape[-1]
-    values = values if values.shape[2] else keys
+    first = 0 if values.shape[2] or makers else 2 * plan.query_cos.shape[-1]
+    arenas = _Arenas(keys, values if values.shape[2] else keys, makers)
     rows, width, heads, dim = q.shape
-    kv_heads = keys.shape[0]
+    kv_heads = arenas.kv_heads
     grouped = (q.astype(jnp.float32) * scale).reshape(rows, width, kv_heads, heads // kv_heads, dim)
     queries = _RotatedQueries.of(plan, grouped.transpose(2, 0, 1, 3, 4))
     score = functools.partial(_scores, softcap=softcap)
-    parts = [_shared(queries, keys, values, plan.shared, score)]
+    parts = [_shared(queries, arenas, plan.shared, score)]
     for tiles in (*plan.grouped, plan.private):
-        parts.append(_grouped(queries, keys, values, tiles, score))
+        parts.append(_grouped(queries, arenas, tiles, score))
     if sinks is not None:
         parts.append(
             sink_part(sinks.reshape(kv_heads, 1, 1, -1), *parts[0], plan.token_sharding.axis)
         )
     out = merge_over(plan.token_sharding.axis, *merge(*parts))  # [K, R, T, G, D]
-    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)[..., first:].astype(q.dtype)
+    out = out.transpose(1, 2, 0, 3, 4).reshape(*q.shape[:3], -1)
+    return out[..., first:].astype(q.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arenas:
+    """A layer's keys and values [K, tokens, D], and what makes those of heads of them, if anything
+    does."""
+
+    keys: Arena
+    values: Arena
+    makers: HeadMakers | None
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the keys that queries meet."""
+        return self.keys.shape[0] if self.makers is None else self.makers.keys.shape[0]
+
+    @property
+    def value_dim(self) -> int:
+        """Entries of the values that are mixed."""
+        return self.values.shape[2] if self.makers is None else self.makers.values.shape[1]
+
+    def windows(self, items: Tiles) -> tuple[Arena, Arena]:
+        """The keys and values of the windows of W items, [K * W, size, _] both."""
+        keys = _windows(self.keys, items)
+        if self.makers is not None:
+            is_quantised = isinstance(keys, QuantisedTensor)
+            return self.makers.expand(jnp.asarray(keys.dequantised()) if is_quantised else keys)
+        return keys, _windows(self.values, items)
 
 
 @jax.tree_util.register_dataclass
@@ -119,18 +156,16 @@ class _OnlineSoftmax:
         )
 
 
-def _shared(
-    queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles, score: _Score
-) -> Partial:
-    """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that all rows read together."""
+def _shared(queries: _RotatedQueries, arenas: _Arenas, tiles: Tiles, score: _Score) -> Partial:
+    """(out [K, R, T, G, V], lse [K, R, T, G]) over the tiles that all rows read together."""
     kv_heads, rows, width, group, dim = queries.q.shape
     flat = rows * width * group
 
-    def add(running: _OnlineSoftmax, items: Tiles, k: Array, v: Array) -> _OnlineSoftmax:
+    def add(running: _OnlineSoftmax, items: Tiles, k: Arena, v: Arena) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into all rows."""
         shape = (kv_heads, items.start.shape[0], flat)
         query = jax.vmap(
-            lambda slot: queries.towards(slice(None), jnp.arange(rows), slot, keys.dtype),
+            lambda slot: queries.towards(slice(None), jnp.arange(rows), slot, arenas.keys.dtype),
             out_axes=1,
         )(items.slot)
         scores = score(query.reshape(-1, flat, dim), k).reshape(*shape, -1)
@@ -146,36 +181,34 @@ def _shared(
             scores = _masked(scores, first, last)
             top = jnp.maximum(running.top, _over_items(scores, jnp.max))
             under = _finite(top)
-        weights = _weights(scores - under[:, None, :, None], v.dtype)
+        weights = _weights(scores - under[:, None, :, None], v)
         weights = jax.lax.optimization_barrier(weights) if shape[1] > 1 else weights
         keep = jnp.exp(running.top - _finite(top))
         mixed = jnp.sum(
-            _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim), axis=1
+            _mixture(weights.reshape(-1, *scores.shape[2:]), v).reshape(*shape, -1), axis=1
         )
         total = _over_items(weights, functools.partial(jnp.sum, dtype=jnp.float32))
         return _OnlineSoftmax(
             top, running.total * keep + total, running.mixed * keep[..., None] + mixed
         )
 
-    out, lse = _take_all(
-        add, _OnlineSoftmax.start((kv_heads, flat), dim), keys, values, tiles
-    ).finish()
-    return out.reshape(queries.q.shape), lse.reshape(queries.q.shape[:-1])
+    start = _OnlineSoftmax.start((kv_heads, flat), arenas.value_dim)
+    out, lse = _take_all(add, start, arenas, tiles).finish()
+    shape = queries.q.shape[:-1]
+    return out.reshape(*shape, -1), lse.reshape(shape)
 
 
-def _grouped(
-    queries: _RotatedQueries, keys: Array, values: Array, tiles: Tiles, score: _Score
-) -> Partial:
-    """(out [K, R, T, G, D], lse [K, R, T, G]) over the tiles that a few rows each, or one, read."""
+def _grouped(queries: _RotatedQueries, arenas: _Arenas, tiles: Tiles, score: _Score) -> Partial:
+    """(out [K, R, T, G, V], lse [K, R, T, G]) over the tiles that a few rows each, or one, read."""
     kv_heads, rows, width, group, dim = queries.q.shape
     readers = tiles.row.shape[1]
     few = rows >= max(_MANY_ROWS, _ROWS_PER_READER * tiles.at_once * readers)
 
-    def add(running: _OnlineSoftmax, items: Tiles, k: Array, v: Array) -> _OnlineSoftmax:
+    def add(running: _OnlineSoftmax, items: Tiles, k: Arena, v: Arena) -> _OnlineSoftmax:
         """Takes W items with their windows k, v [K * W, size, D] into the rows that read them."""
         row, slot = items.row, items.slot  # [W, Q]
         shape = (kv_heads, row.shape[0], readers * width * group)
-        query = queries.towards(row, row, slot, keys.dtype)  # [K, W, Q, T, G, D]
+        query = queries.towards(row, row, slot, arenas.keys.dtype)  # [K, W, Q, T, G, D]
         scores = score(query.reshape(-1, shape[2], dim), k).reshape(*shape, -1)
         scores = _masked(scores, *_ends(items, group))
         row = row.reshape(-1)
@@ -195,10 +228,8 @@ def _grouped(
             before = running.top
             top = jnp.maximum(before, jax.ops.segment_max(highest, row, rows))  # [R, K, T * G]
         under = _finite(top[row]).swapaxes(0, 1).reshape(shape)
-        weights = _weights(scores - under[..., None], v.dtype)
-        mixed = by_reader(
-            _product(weights.reshape(-1, *scores.shape[2:]), v, 1).reshape(*shape, dim)
-        )
+        weights = _weights(scores - under[..., None], v)
+        mixed = by_reader(_mixture(weights.reshape(-1, *scores.shape[2:]), v).reshape(*shape, -1))
         total = by_reader(jnp.sum(weights, axis=-1, dtype=jnp.float32))
         if few:
             # A row that reads several of these items is scaled to the same value each time, and
@@ -216,28 +247,26 @@ def _grouped(
             running.mixed * keep[..., None] + jax.ops.segment_sum(mixed, row, rows),
         )
 
-    out, lse = _take_all(
-        add, _OnlineSoftmax.start((rows, kv_heads, width * group), dim), keys, values, tiles
-    ).finish()
+    start = _OnlineSoftmax.start((rows, kv_heads, width * group), arenas.value_dim)
+    out, lse = _take_all(add, start, arenas, tiles).finish()
     shape = (rows, kv_heads, width, group)
-    return out.reshape(*shape, dim).swapaxes(0, 1), lse.reshape(shape).swapaxes(0, 1)
+    return out.reshape(*shape, -1).swapaxes(0, 1), lse.reshape(shape).swapaxes(0, 1)
 
 
 def _take_all(
-    add: Callable[[_OnlineSoftmax, Tiles, Array, Array], _OnlineSoftmax],
+    add: Callable[[_OnlineSoftmax, Tiles, Arena, Arena], _OnlineSoftmax],
     running: _OnlineSoftmax,
-    keys: Array,
-    values: Array,
+    arenas: _Arenas,
     tiles: Tiles,
 ) -> _OnlineSoftmax:
     """Adds all items: a few at a time, gathered; or, where they fill much of the arena, all in one
     product over the arena itself."""
-    at_once, arena, dim = tiles.at_once, keys.shape[1], keys.shape[2]
+    at_once, arena, dim = tiles.at_once, *arenas.keys.shape[1:]
 
     def gathered(running: _OnlineSoftmax) -> _OnlineSoftmax:
         def body(i: Array, running: _OnlineSoftmax) -> _OnlineSoftmax:
             items = _select(tiles, lambda x: jax.lax.dynamic_slice_in_dim(x, i * at_once, at_once))
-            return add(running, items, _windows(keys, items), _windows(values, items))
+            return add(running, items, *arenas.windows(items))
 
         return jax.lax.fori_loop(0, -(-tiles.count // at_once), body, running)
 
@@ -250,12 +279,14 @@ def _take_all(
             .at[jnp.where(real, tiles.start // tiles.size, windows)]
             .set(jnp.arange(real.shape[0]), mode="drop")
         )
-        k, v = (a.reshape(-1, tiles.size, dim) for a in (keys, values))
+        k, v = (a.reshape(-1, tiles.size, dim) for a in (arenas.keys, arenas.values))  # pyright: ignore
         return add(running, _select(tiles, lambda x: x[item]), k, v)
 
+    if isinstance(arenas.keys, QuantisedTensor):  # or all codes would be converted at once
+        return gathered(running)
     many = tiles.last.shape[1] * tiles.last.shape[2] > _MAX_QUERIES_AT_ONCE
     few = arena < _FEW_ITERATIONS * at_once * tiles.size
-    if at_once == 1 or many or few or arena % tiles.size:
+    if at_once == 1 or many or few or arena % tiles.size or arenas.makers is not None:
         return gathered(running)
     real = jnp.arange(tiles.start.shape[0]) < tiles.count
     aligned = jnp.all(~real | ((tiles.start % tiles.size == 0) & (tiles.first == 0)))
@@ -278,12 +309,16 @@ def _select(tiles: Tiles, select: Callable[[Array], Array]) -> Tiles:
     return dataclasses.replace(tiles, **taken)
 
 
-def _windows(arena: Array, items: Tiles) -> Array:
+def _windows(arena: Arena, items: Tiles) -> Arena:
     """The windows of W items, [K * W, size, D]."""
-    window = jax.vmap(
-        lambda start: jax.lax.dynamic_slice_in_dim(arena, start, items.size, axis=1), out_axes=1
-    )
-    return window(items.start).reshape(-1, items.size, arena.shape[2])
+
+    def windows(a: Array) -> Array:
+        window = jax.vmap(
+            lambda start: jax.lax.dynamic_slice_in_dim(a, start, items.size, axis=1), out_axes=1
+        )
+        return window(items.start).reshape(-1, items.size, a.shape[2])
+
+    return jax.tree.map(windows, arena)
 
 
 def _bias(first: Array, last: Array, size: int) -> Array:
@@ -312,8 +347,12 @@ def _masked(scores: Array, first: Array, last: Array) -> Array:
     return jnp.where(token < seen[..., None], scores, -jnp.inf)
 
 
-def _weights(x: Array, dtype: jnp.dtype) -> Array:
-    """Computes exp(x) for x <= 0, rounded to the dtype of the values; 0 for -inf."""
+def _weights(x: Array, v: Arena) -> Array:
+    """Computes exp(x) for x <= 0, rounded to the dtype of the values; 0 for -inf.
+
+    Of quantised values in float32: they are rounded when they are scaled (`_mixture`).
+    """
+    dtype = v.dtype
 
     def short(x: Array) -> Array:
         # On a CPU the exponential costs as much as a product. A result that is rounded to 11 bits
@@ -327,12 +366,28 @@ def _weights(x: Array, dtype: jnp.dtype) -> Array:
 
     if dtype == jnp.float32:
         return jnp.exp(x)
-    return jax.lax.platform_dependent(x, cpu=short, default=jnp.exp).astype(dtype)
+    weights = jax.lax.platform_dependent(x, cpu=short, default=jnp.exp)
+    return weights if isinstance(v, QuantisedTensor) else weights.astype(dtype)
 
 
-def _scores(query: Array, k: Array, *, softcap: float) -> Array:
+# Codes of eight bits are exact in every dtype of queries, and their scales are factors of scores
+# and of weights: no key or value is dequantised.
+
+
+def _scores(query: Array, k: Arena, *, softcap: float) -> Array:
     """The scores [n, q, size] of queries [n, q, D] and keys [n, size, D]."""
+    if isinstance(k, QuantisedTensor):
+        products = _product(query, k.codes.astype(query.dtype), 2)
+        return soft_capped(products * k.scales.swapaxes(1, 2), softcap)
     return soft_capped(_product(query, k, 2), softcap)
+
+
+def _mixture(weights: Array, v: Arena) -> Array:
+    """The sums [n, q, D] of values [n, size, D] with their weights [n, q, size]."""
+    if isinstance(v, QuantisedTensor):
+        scaled = (weights * v.scales.swapaxes(1, 2)).astype(v.dtype)
+        return _product(scaled, v.codes.astype(v.dtype), 1)
+    return _product(weights, v, 1)
 
 
 def _product(a: Array, b: Array, contract: int) -> Array:

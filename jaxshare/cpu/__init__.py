@@ -16,6 +16,7 @@ from jax import Array
 
 from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 
 Implementation = str | tuple[str, ...] | None
 """An attention backend, several to try in order, or None for the best; "cpu" stands for all kernels
@@ -73,11 +74,14 @@ def products(
 
     def multiply() -> Sequence[Array]:
         from jaxshare.cpu.matrices.call import cpu_products
+        from jaxshare.cpu.quantised.call import cpu_quantised_products
 
+        rows = x.reshape(-1, x.shape[-1])
         plain = [each.astype(x.dtype) for each in kernels if not isinstance(each, QuantisedTensor)]
-        if len(plain) < len(kernels):
-            raise NotImplementedError("a matrix is quantised")
-        found = cpu_products(x.reshape(-1, x.shape[-1]), plain, dtype)
+        packed = [each for each in kernels if isinstance(each, QuantisedTensor)]
+        of_plain = iter(cpu_products(rows, plain, dtype) if plain else ())
+        of_packed = iter(cpu_quantised_products(rows, packed, dtype) if packed else ())
+        found = [next(of_packed if isinstance(e, QuantisedTensor) else of_plain) for e in kernels]
         return [y.reshape(*x.shape[:-1], -1) for y in found]
 
     return _served(implementation, multiply)
@@ -93,12 +97,10 @@ def expert_products(
     """Multiplies rows with the matrices of their experts as `cpu_expert_products` does."""
 
     def multiply() -> Sequence[Array]:
-        from jaxshare.cpu.matrices.experts import cpu_expert_products
+        from jaxshare.cpu.experts.call import cpu_expert_products
 
-        plain = [each.astype(x.dtype) for each in kernels if not isinstance(each, QuantisedTensor)]
-        if len(plain) < len(kernels):
-            raise NotImplementedError("a matrix is quantised")
-        return cpu_expert_products(x, expert, plain, dtype)
+        given = [e if isinstance(e, QuantisedTensor) else e.astype(x.dtype) for e in kernels]
+        return cpu_expert_products(x, expert, given, dtype)
 
     return _served(implementation, multiply)
 
@@ -115,13 +117,15 @@ def rms_norm(x: Array, scale: Array, eps: float, implementation: Implementation)
 
 
 def append_tokens(
-    keys: Array, values: Array, k: Array, v: Array, plan: Any, implementation: Implementation
-) -> tuple[Array, Array] | None:
+    keys: Arena, values: Arena, k: Array, v: Array, plan: Any, implementation: Implementation
+) -> tuple[Arena, Arena] | None:
     """Appends as `cpu_append` does."""
 
-    def append() -> tuple[Array, Array]:
+    def append() -> tuple[Arena, Arena]:
         from jaxshare.cpu.append import cpu_append
 
+        if isinstance(keys, QuantisedTensor) or isinstance(values, QuantisedTensor):
+            raise NotImplementedError("keys are quantised")
         return cpu_append(keys, values, k, v, plan)
 
     return _served(implementation, append)

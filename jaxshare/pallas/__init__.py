@@ -1,4 +1,4 @@
-"""GPU kernels of block attention in Pallas.
+"""GPU kernels of block attention in Pallas, and of products with the matrices of experts.
 
 Each backend has one for attention over the work items, and one that merges partial results.
 mosaic_gpu is for Hopper; triton, which JAX has deprecated, for every GPU from Ampere on. `tiles`

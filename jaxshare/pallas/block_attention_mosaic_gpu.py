@@ -1,9 +1,10 @@
 """Block attention for Hopper GPUs, in Pallas on Mosaic GPU.
 
-The operations around the kernel, which is in `jaxshare.pallas.kernel_mosaic_gpu`. The queries are
-rotated towards their block, scaled and gathered into the order of the segments by one XLA fusion a
-layer, because bulk copies cannot gather; so the queries of a block that many multiprocessors share
-are rotated once, not by each of them (Hogwild! section 3.4).
+The operations around the kernels: that of `jaxshare.pallas.kernel_mosaic_gpu`, and where values are
+a part of keys that of `jaxshare.pallas.latent_kernel_mosaic_gpu`. The queries are rotated towards
+their block, scaled and gathered into the order of the segments by one XLA fusion a layer, because
+bulk copies cannot gather; so the queries of a block that many multiprocessors share are rotated
+once, not by each of them (Hogwild! section 3.4).
 """
 
 import functools
@@ -17,25 +18,28 @@ from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
-from jaxshare.pallas.kernel_mosaic_gpu import ALIGNMENT, WARPGROUP, Barriers, attention_kernel
+from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
+from jaxshare.pallas.items_mosaic_gpu import ALIGNMENT, WARPGROUP
+from jaxshare.pallas.kernel_mosaic_gpu import Barriers, attention_kernel
+from jaxshare.pallas.latent_kernel_mosaic_gpu import LatentBarriers, latent_kernel
 from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
 from jaxshare.pallas.scores import query_scale
-from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, MosaicTiles, choose_mosaic
+from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
 from jaxshare.pallas.work_items import Work, make_work
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 from jaxshare.rope import rotate
-
-_SPAN = 2 * WARPGROUP
 
 
 def mosaic_gpu_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Attention of queries over arenas that already hold this pass's keys.
 
     The queries are not rotated; the result has their dtype.
@@ -43,13 +47,15 @@ def mosaic_gpu_attention(
     Raises:
       NotImplementedError: a device, dtype or shape that the kernel does not support.
     """
-    if not values.shape[2]:
-        raise NotImplementedError("values are a part of keys")
+    if isinstance(keys, QuantisedTensor) or isinstance(values, QuantisedTensor):
+        raise NotImplementedError("its products take keys and values as they are, not as codes")
     device = current_device()
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
-    _check(device, keys, dim, group)
+    _check(device, keys, group)
+    check_head_dim(dim, values.shape[2], 2 * plan.query_cos.shape[-1])
+    latent = not values.shape[2]
     assert device is not None
     tiles = choose_mosaic(device, dim, group, rows * width * group, keys.dtype)
     keys, values = (_padded(a, tiles.tile) for a in (keys, values))
@@ -57,19 +63,24 @@ def mosaic_gpu_attention(
         plan,
         group=group,
         kv_heads=kv_heads,
-        span=_SPAN,
+        # Two warpgroups share the queries of a latent, and have queries of their own else.
+        span=WARPGROUP if latent else 2 * WARPGROUP,
         tile=tiles.tile,
         num_items=device.multiprocessors,
         alignment=ALIGNMENT,
     )
     queries = segment_queries(q, plan, work, query_scale(scale, softcap), keys.dtype)
-    out, lse = _pieces(queries, keys, values, work, tiles, device, softcap)
+    if latent:
+        dim -= 2 * plan.query_cos.shape[-1]
+        out, lse = _latent_pieces(queries, keys, dim, work, tiles, device, softcap)
+    else:
+        out, lse = _pieces(queries, keys, values, work, tiles, device, softcap)
     return merge_pieces(
         out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.token_sharding.axis, sinks
     )
 
 
-def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
+def _check(device: Device | None, keys: Array, group: int) -> None:
     if device is None:
         raise NotImplementedError(
             f"it runs on NVIDIA GPUs of compute capability 9.0, and this is {jax.default_backend()}"
@@ -82,10 +93,6 @@ def _check(device: Device | None, keys: Array, dim: int, group: int) -> None:
         )
     if keys.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"the cache must be bfloat16 or float16, not {keys.dtype}")
-    if dim not in HEAD_DIMS:
-        raise NotImplementedError(
-            f"the head dim is {dim}, but it must be one of {', '.join(map(str, HEAD_DIMS))}"
-        )
     if group > MAX_QUERY_HEADS:
         raise NotImplementedError(
             f"{group} query heads share a kv head, but it takes at most {MAX_QUERY_HEADS}"
@@ -198,6 +205,61 @@ def _pieces(
         queries,
         keys,
         values,
+        work.limits,
+        work.items,
+        work.segments.table,
+        jnp.stack([work.count, work.total]),
+        *([] if work.unseen is None else [work.unseen]),
+    )
+
+
+def _latent_pieces(
+    queries: Array,
+    keys: Array,
+    value_dim: int,
+    work: Work,
+    tiles: MosaicTiles,
+    device: Device,
+    softcap: float,
+) -> tuple[Array, Array]:
+    """Does as `_pieces` where the last `value_dim` entries of keys are the values."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    dim, dtype = keys.shape[2], keys.dtype
+    of_keys, of_weights = (
+        _transforms(plgpu, columns, dtype.itemsize) for columns in (dim, tiles.tile)
+    )
+    kernel = plgpu.kernel(
+        functools.partial(latent_kernel, plgpu, work, tiles, value_dim, softcap, device.interpret),
+        out_type=[
+            jax.ShapeDtypeStruct((work.partial_rows, value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((work.partial_rows,), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((tiles.query_stages, WARPGROUP, dim), dtype, transforms=of_keys),
+            plgpu.SMEM((tiles.stages, tiles.tile, dim), dtype, transforms=of_keys),
+            plgpu.SMEM((WARPGROUP, tiles.tile), dtype, transforms=of_weights),
+            plgpu.SMEM((WARPGROUP,), jnp.float32),
+            LatentBarriers(
+                query_full=plgpu.Barrier(num_barriers=tiles.query_stages),
+                query_free=plgpu.Barrier(num_barriers=tiles.query_stages),
+                key_full=plgpu.Barrier(num_barriers=tiles.stages),
+                key_free=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+                weights_full=plgpu.Barrier(),
+                weights_free=plgpu.Barrier(),
+            ),
+        ],
+        grid=(work.items.shape[0],),
+        grid_names=("item",),
+        num_threads=3,
+        thread_name="warpgroup",
+        kernel_name="block_attention",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=plgpu.InterpretGPUParams() if device.interpret else None,
+    )
+    return kernel(
+        queries,
+        keys,
         work.limits,
         work.items,
         work.segments.table,

@@ -3,7 +3,8 @@
 A program processes one item of the pass (`jaxshare.pallas.work_items`): it walks the item's
 segments, rotates each one's queries towards its block as it loads them (Hogwild! section 3.4), and
 adds the segment's tiles to a running softmax. It stores partial results for each segment, which
-`jaxshare.pallas.merge_triton` merges.
+`jaxshare.pallas.merge_triton` merges. Where values are a part of keys (multi-head latent attention)
+a tile is loaded once for both.
 
 JAX has deprecated this way to a GPU. Nothing else depends on it, and a JAX without it fails only
 when this backend is called.
@@ -20,34 +21,39 @@ from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.device import Device, current_device
+from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
 from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.scores import capped, query_scale
-from jaxshare.pallas.tiles import HEAD_DIMS, MAX_QUERY_HEADS, TritonTiles, choose_triton
+from jaxshare.pallas.tiles import TritonTiles, choose_triton
 from jaxshare.pallas.work_items import Work, make_work, partial_row
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena, approximation
 
 _DTYPES = (jnp.bfloat16, jnp.float16)
 _MIN_CAPABILITY = 80
+_MIN_CAPABILITY_OF_FP8 = 89
 
 
 def triton_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Attention of queries over arenas that already hold this pass's keys.
 
     The queries come not rotated; the result has their dtype. They are rotated in float32 and
     rounded to the cache's dtype; scores, weights and sums are float32, weights rounded to the
-    cache's dtype for their product with the values.
+    cache's dtype for their product with the values. Codes of quantised keys and values are exact in
+    that dtype, and their scales are factors of scores and weights.
 
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
     """
-    device = _supported_device(q, keys, values)
+    device = _supported_device(q, keys, values, plan)
     rows, width, heads, dim = q.shape
     group = heads // keys.shape[0]
     tiles = choose_triton(device, dim, group, rows * width * group, keys.dtype)
@@ -64,7 +70,7 @@ def triton_attention(
         mixed,
         lse,
         work,
-        (rows, width, heads, dim),
+        (rows, width, heads, mixed.shape[1]),
         q.dtype,
         multiprocessors=device.multiprocessors,
         interpret=device.interpret,
@@ -73,7 +79,7 @@ def triton_attention(
     )
 
 
-def _supported_device(q: Array, keys: Array, values: Array) -> Device:
+def _supported_device(q: Array, keys: Arena, values: Arena, plan: Plan) -> Device:
     """The GPU to run on.
 
     Raises:
@@ -91,16 +97,13 @@ def _supported_device(q: Array, keys: Array, values: Array) -> Device:
         )
     if keys.dtype not in _DTYPES:
         raise NotImplementedError(f"its caches are bfloat16 or float16; this one is {keys.dtype}")
-    if not values.shape[2]:
-        raise NotImplementedError("values are a part of keys")
     if values.dtype != keys.dtype:
         raise NotImplementedError(
             f"keys and values must be of one dtype; these are {keys.dtype} and {values.dtype}"
         )
-    if q.shape[3] not in HEAD_DIMS:
-        raise NotImplementedError(
-            f"its head dims are {', '.join(map(str, HEAD_DIMS))}; this one is {q.shape[3]}"
-        )
+    if approximation(keys) == "fp8" and device.capability < _MIN_CAPABILITY_OF_FP8:
+        raise NotImplementedError("it converts fp8 on GPUs from compute capability 8.9")
+    check_head_dim(q.shape[3], values.shape[2], 2 * plan.query_cos.shape[-1])
     if (group := q.shape[2] // keys.shape[0]) > MAX_QUERY_HEADS:
         raise NotImplementedError(
             f"it takes up to {MAX_QUERY_HEADS} query heads for each kv head; here are {group}"
@@ -116,8 +119,8 @@ def _supported_device(q: Array, keys: Array, values: Array) -> Device:
 
 def _pieces(
     q: Array,
-    keys: Array,
-    values: Array,
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     work: Work,
     scale: float,
@@ -127,7 +130,7 @@ def _pieces(
 ) -> tuple[Array, Array]:
     """Partial results of all items, base 2.
 
-    They are attention float32[partial_rows, D] over the keys of a piece, and its log-sum-exp
+    They are attention float32[partial_rows, V] over the keys of a piece, and its log-sum-exp
     float32[partial_rows]. Only rows of real pieces are written.
     """
     from jax.experimental import pallas as pl
@@ -140,18 +143,25 @@ def _pieces(
         x.reshape(-1, pairs) if pairs else jnp.zeros((1, 1))
         for x in (plan.query_cos, plan.query_sin)
     ]
+    # Nor does it take values that have no entries.
+    kept = [keys, values] if values.shape[2] else [keys]
+    arenas = [each.codes if isinstance(each, QuantisedTensor) else each for each in kept]
+    scales = [each.scales[..., 0] for each in kept if isinstance(each, QuantisedTensor)]
+    value_dim = values.shape[2] or dim - 2 * pairs
     return pl.pallas_call(
         functools.partial(
             _kernel,
             work,
+            latent=not values.shape[2],
             width=width,
             listed=plan.blocks.shape[1],
             pairs=pairs,
             scale=query_scale(scale, softcap),
             softcap=softcap,
+            dtype=keys.dtype,
         ),
         out_shape=(
-            jax.ShapeDtypeStruct((work.partial_rows, dim), jnp.float32),
+            jax.ShapeDtypeStruct((work.partial_rows, value_dim), jnp.float32),
             jax.ShapeDtypeStruct((work.partial_rows,), jnp.float32),
         ),
         grid=(work.items.shape[0],),
@@ -161,8 +171,7 @@ def _pieces(
     )(
         q.reshape(rows * width, heads, dim),
         *tables,
-        keys,
-        values,
+        *arenas,
         work.items,
         work.count.reshape(1),
         work.total.reshape(1),
@@ -170,6 +179,7 @@ def _pieces(
         work.source,
         work.limits,
         *([] if work.unseen is None else [work.unseen]),
+        *scales,
     )
 
 
@@ -179,26 +189,23 @@ def _kernel(
     cos_ref: Any,
     sin_ref: Any,
     keys_ref: Any,
-    values_ref: Any,
-    items_ref: Any,
-    count_ref: Any,
-    total_ref: Any,
-    segments_ref: Any,
-    source_ref: Any,
-    limits_ref: Any,
-    *rest: Any,
+    *refs: Any,
+    latent: bool,
     width: int,
     listed: int,
     pairs: int,
     scale: float,
     softcap: float,
+    dtype: Any,
 ) -> None:
     """Processes one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
     int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span],
-    with a sliding window also unseen; mixed float32[partial_rows, D]; lse float32[partial_rows]. Of `work` only the static fields are
-    used. `scale` is that of `query_scale`.
+    with a sliding window also unseen; of quantised keys and values also their scales
+    float32[K, tokens]; mixed float32[partial_rows, V]; lse float32[partial_rows]. Of `work` only the
+    static fields are used. `scale` is that of `query_scale`, `dtype` that of products. `latent`:
+    there are no values; they are the keys' entries from 2 P on.
 
     Heads whose D is no power of two are cut into parts that are: Triton has no other shapes. Loads
     go through arrays of indices, whose masks keep them inside their array.
@@ -206,11 +213,17 @@ def _kernel(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
-    *unseen_ref, mixed_ref, lse_ref = rest
+    values_ref, rest = (keys_ref, refs) if latent else (refs[0], refs[1:])
+    items_ref, count_ref, total_ref, segments_ref, source_ref, limits_ref, *rest = rest
+    *more, mixed_ref, lse_ref = rest
+    unseen_ref = more[: work.unseen is not None]
+    scales_ref = more[len(unseen_ref) :]
     span, tile = work.span, work.tile
     group = q_ref.shape[1] // keys_ref.shape[0]
     dim = q_ref.shape[2]
-    runs = _runs(dim)
+    first_value = 2 * pairs if latent else 0
+    runs = [*_runs(0, first_value), *_runs(first_value, dim)]
+    value_runs = [run for run in runs if run.start >= first_value]
     item = pl.program_id(0)
     first_tile, end_tile, first_segment, end_segment = (items_ref[item, i] for i in range(4))
     count, total = count_ref[0], total_ref[0]
@@ -218,8 +231,9 @@ def _kernel(
     def segment(number: Array, _: None) -> None:
         head = number // count
         index = number - head * count
-        query, queries, start, lead, tiles, full, before, turn = (
-            segments_ref[index, i] for i in range(8)
+        # Without a window nothing is read in another order.
+        query, queries, start, lead, tiles, full, before, *turn = (
+            segments_ref[index, i] for i in range(8 if unseen_ref else 7)
         )
         before = head * total + before
         first, end = jnp.maximum(first_tile - before, 0), jnp.minimum(end_tile - before, tiles)
@@ -243,7 +257,7 @@ def _kernel(
             """
             column = run.column
             member = head * group + source[:, None] % group
-            inside = real[:, None] & (column < dim)[None]
+            inside = real[:, None] & (column < run.end)[None]
             x = plt.load(
                 q_ref.at[token[:, None], member, column[None]], mask=inside, other=0.0
             ).astype(jnp.float32)
@@ -258,15 +272,15 @@ def _kernel(
                     q_ref.at[token[:, None], member, partner[None]], mask=turned, other=0.0
                 ).astype(jnp.float32)
                 x = x * cos + y * jnp.where(is_first[None], -sin, sin)
-            return (x * scale).astype(keys_ref.dtype)
+            return (x * scale).astype(dtype)
 
         turned = [rotated(run) for run in runs]
 
         def take(masked: bool, j: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             """Adds one tile to the running softmax. `masked`: some query does not see all of it."""
             top, weight, *mixed = carry
-            if unseen_ref:
-                j = j + turn
+            for first_read in turn:
+                j = j + first_read
                 j = jnp.where(j >= tiles, j - tiles, j)
             index = j * tile + jnp.arange(tile)
 
@@ -275,19 +289,31 @@ def _kernel(
                 for run in runs:
                     # Entries after the longest limit are undefined, and may be outside the arena.
                     masks = [(index < longest)[:, None]] * masked + [
-                        (run.column < dim)[None]
+                        (run.column < run.end)[None]
                     ] * run.padded
                     mask = (
-                        {"mask": functools.reduce(jnp.logical_and, masks), "other": 0.0}
+                        {
+                            "mask": functools.reduce(jnp.logical_and, masks),
+                            "other": jnp.zeros((), ref.dtype),
+                        }
                         if masks
                         else {}
                     )
-                    found.append(
-                        plt.load(ref.at[head, (start + index)[:, None], run.column[None]], **mask)
+                    part = plt.load(
+                        ref.at[head, (start + index)[:, None], run.column[None]], **mask
                     )
+                    found.append(part if part.dtype == dtype else _widened(part, dtype))
                 return found
 
-            scores = functools.reduce(jnp.add, map(_scores, turned, parts(keys_ref)))
+            def scaled(x: Array, number: int) -> Array:
+                """Numbers [span, tile] times the scales of the tile's keys (0) or values (-1)."""
+                if not scales_ref:
+                    return x
+                mask = {"mask": index < longest, "other": 1.0} if masked else {}
+                return x * plt.load(scales_ref[number].at[head, start + index], **mask)[None]
+
+            k = parts(keys_ref)
+            scores = scaled(functools.reduce(jnp.add, map(_scores, turned, k)), 0)
             scores = capped(scores, softcap)
             if masked:
                 seen = index[None] < limit[:, None]
@@ -298,16 +324,19 @@ def _kernel(
             under = jnp.where(higher == -jnp.inf, 0.0, higher) if masked else higher
             keep = jnp.exp2(top - under)
             weights = jnp.exp2(scores - under[:, None])
+            of_values = scaled(weights, -1).astype(dtype)
             mixed = [
-                m * keep[:, None] + _mixed(weights.astype(values_ref.dtype), v)
-                for m, v in zip(mixed, parts(values_ref), strict=True)
+                m * keep[:, None] + _mixed(of_values, v)
+                for m, v in zip(
+                    mixed, k[-len(mixed) :] if latent else parts(values_ref), strict=True
+                )
             ]
             return higher, weight * keep + jnp.sum(weights, axis=1), *mixed
 
         state = (
             jnp.full(span, -jnp.inf),
             jnp.zeros(span),
-            *(jnp.zeros((span, run.column.size)) for run in runs),
+            *(jnp.zeros((span, run.column.size)) for run in value_runs),
         )
         middle = jnp.clip(full, first, jnp.maximum(first, end))
         state = lax.fori_loop(first, middle, functools.partial(take, False), state)
@@ -319,11 +348,11 @@ def _kernel(
         plt.store(
             lse_ref.at[row], jnp.where(weight == 0, -jnp.inf, top + jnp.log2(some)), mask=stored
         )
-        for run, m in zip(runs, mixed, strict=True):
+        for run, m in zip(value_runs, mixed, strict=True):
             plt.store(
-                mixed_ref.at[row[:, None], run.column[None]],
+                mixed_ref.at[row[:, None], (run.column - first_value)[None]],
                 m / some[:, None],
-                mask=stored[:, None] & (run.column < dim)[None],
+                mask=stored[:, None] & (run.column < run.end)[None],
             )
 
     lax.fori_loop(first_segment, end_segment, segment, None)
@@ -332,26 +361,33 @@ def _kernel(
 class _ColumnRun(NamedTuple):
     """Neighbouring columns of a head.
 
-    The first's number, all their numbers, and whether some are after the head's last.
+    The first's number, all their numbers, the end of those that there are (exclusive), and whether
+    some are after it.
     """
 
     start: int
     column: Array
+    end: int
     padded: bool
 
 
-def _runs(dim: int) -> list[_ColumnRun]:
-    """The columns of a head in runs whose sizes are powers of two, the largest first.
+def _runs(start: int, end: int) -> list[_ColumnRun]:
+    """The columns from `start` to `end` in runs whose sizes are powers of two, the largest first.
 
     80 is 64 and 32, half of those padding. None is narrower than 32: where a product has no more
     columns than it has rows, Triton has all warps compute all of it if rows are few.
     """
-    runs, start = [], 0
-    while start < dim:
-        size = min(max(1 << ((dim - start).bit_length() - 1), 32), 256)
-        runs.append(_ColumnRun(start, start + jnp.arange(size), start + size > dim))
+    runs = []
+    while start < end:
+        size = min(max(1 << ((end - start).bit_length() - 1), 32), 256)
+        runs.append(_ColumnRun(start, start + jnp.arange(size), end, start + size > end))
         start += size
     return runs
+
+
+def _widened(codes: Array, dtype: Any) -> Array:
+    """Codes as numbers, which the dtype has exactly."""
+    return codes.astype(jnp.float32).astype(dtype)
 
 
 def _scores(q: Array, k: Array) -> Array:

@@ -22,23 +22,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads
 from jaxshare.pallas.scores import capped
 from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, partial_row
 
-WARPGROUP = 64
-"""Queries of a warpgroup: the rows of a wgmma product."""
-ALIGNMENT = 8
-"""Tokens, and queries, at which bulk copies into swizzled shared memory can start: the rows of one
-swizzle pattern."""
-
 INTERPRETER_LACKS = {
-    "wgmma with weights in registers, added to an accumulator in registers (run_state)": "a plain "
-    "product, "
-    "added",
+    "wgmma that adds to an accumulator in registers (run_state)": "a plain product, added",
 }
-"""The operations of this kernel that Mosaic GPU's interpreter lacks, and their replacements when it
-is interpreted."""
+"""The operations of this kernel, and of that for latents, that Mosaic GPU's interpreter lacks, and
+their replacements when they are interpreted."""
 
 
 class Barriers(NamedTuple):
@@ -56,21 +49,6 @@ class Barriers(NamedTuple):
     value_free: Any
     given: Any
     taken: Any
-
-
-class _SegmentTiles(NamedTuple):
-    """The part of a segment that an item reads: its tiles from `first` to `end` (exclusive)."""
-
-    head: Array
-    query: Array
-    queries: Array
-    start: Array
-    lead: Array
-    tiles: Array
-    full: Array
-    turn: Array
-    first: Array
-    end: Array
 
 
 def attention_kernel(
@@ -101,33 +79,7 @@ def attention_kernel(
     size, dim, dtype = tiles.tile, k_ref.shape[2], k_ref.dtype
     wgmma = plgpu.Layout.WGMMA
     item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
-    first_tile, end_tile, first_segment, end_segment = (item_ref[item, i] for i in range(4))
-    count, total = count_ref[0], count_ref[1]
-
-    def piece(number: Array) -> _SegmentTiles:
-        head = lax.div(number, count)
-        query, queries, start, lead, tiles, full, tiles_before, turn = (
-            segment_ref[number - head * count, i] for i in range(8)
-        )
-        before = head * total + tiles_before
-        return _SegmentTiles(
-            head,
-            pl.multiple_of(query, ROW_ALIGNMENT),
-            queries,
-            pl.multiple_of(start, ALIGNMENT),
-            lead,
-            tiles,
-            full,
-            turn,
-            jnp.maximum(first_tile - before, 0),
-            jnp.minimum(end_tile - before, tiles),
-        )
-
-    def window(now: _SegmentTiles, i: Array) -> tuple[Array, Array]:
-        """The arena index of the i-th tile read, and the segment's tokens before it."""
-        i = i + now.turn
-        before = jnp.where(i >= now.tiles, i - now.tiles, i) * size
-        return pl.multiple_of(jnp.minimum(now.start + before, arena - size), ALIGNMENT), before
+    reads = ItemReads(item_ref, segment_ref, count_ref, item, tile=size, arena=arena)
 
     @pl.when(warpgroup == 2)
     def _fetch() -> None:
@@ -135,7 +87,7 @@ def attention_kernel(
 
         def fetch_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             pieces, fetched = done
-            now = piece(number)
+            now = reads.segment(number)
             slot = lax.rem(pieces, tiles.query_stages)
 
             @pl.when(pieces >= tiles.query_stages)
@@ -154,7 +106,7 @@ def attention_kernel(
 
             def fetch_tile(i: Array, fetched: Array) -> Array:
                 slot = lax.rem(fetched, tiles.stages)
-                start = window(now, i)[0]
+                start = reads.window(now, i)[0]
                 for ref, smem, full, free in (
                     (k_ref, k_smem, barriers.key_full, barriers.key_free),
                     (v_ref, v_smem, barriers.value_full, barriers.value_free),
@@ -172,7 +124,7 @@ def attention_kernel(
             return pieces + 1, lax.fori_loop(now.first, now.end, fetch_tile, fetched)
 
         pieces, fetched = lax.fori_loop(
-            first_segment, end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0))
+            reads.first_segment, reads.end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0))
         )
         # A waiter must see every phase of a barrier, the last ones too.
         for used, free in (
@@ -200,7 +152,7 @@ def attention_kernel(
 
         def compute_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             pieces, used = done
-            now = piece(number)
+            now = reads.segment(number)
             query_slot = lax.rem(pieces, tiles.query_stages)
             narrow = now.queries <= WARPGROUP
             half = jnp.where(narrow, 0, warpgroup)
@@ -235,14 +187,7 @@ def attention_kernel(
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
                     scores = capped(scores, softcap, few_registers=dim >= 256)
                     if masked:
-                        start, before = window(now, i)
-                        token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + (
-                            start - now.start
-                        )
-                        first = before if unseen_ref else jnp.maximum(before, now.lead)
-                        seen = (token >= first) & (token < wide(limit, size))
-                        for begin in unseen:
-                            seen = seen & (token >= wide(begin, size))
+                        seen = reads.seen(plgpu, now, i, limit, unseen)
                         scores = jnp.where(seen, scores, -jnp.inf)
                     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
                     under = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
@@ -372,5 +317,7 @@ def attention_kernel(
 
             return pieces + 1, used
 
-        lax.fori_loop(first_segment, end_segment, compute_piece, (jnp.int32(0), jnp.int32(0)))
+        lax.fori_loop(
+            reads.first_segment, reads.end_segment, compute_piece, (jnp.int32(0), jnp.int32(0))
+        )
         plgpu.wait_smem_to_gmem(0)

@@ -17,11 +17,8 @@ import jax.numpy as jnp
 
 from jaxshare.layout import bucket
 from jaxshare.pallas.device import Device
+from jaxshare.pallas.head_dims import LATENT_DIMS
 from jaxshare.paths import cache_folder
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-MAX_QUERY_HEADS = 128
-"""Query heads of a kv head. The kernels of either backend support these and the head dims above."""
 
 VERSION = 1
 """The version of the file of measured tiles. To be raised when kernels change so much that old
@@ -121,6 +118,9 @@ def mosaic_bytes(tiles: MosaicTiles, head_dim: int) -> int:
 
     A little more than exact for its barriers and statistics.
     """
+    if head_dim in LATENT_DIMS:  # queries of one warpgroup, keys, and weights
+        columns = (tiles.query_stages * _SPAN // 2 + tiles.stages * tiles.tile) * head_dim
+        return (columns + _SPAN // 2 * tiles.tile) * _ITEMSIZE + 2 * _KIB
     # of a result, which is stored through shared memory in float32
     columns = 64 if head_dim % 64 == 0 else head_dim
     return (
@@ -134,10 +134,10 @@ def mosaic_bytes(tiles: MosaicTiles, head_dim: int) -> int:
 def triton_bytes(tiles: TritonTiles, head_dim: int) -> int:
     """Bytes of shared memory that the Triton kernel takes at most.
 
-    Keys and values of every stage, and the queries.
+    Keys and values of every stage, and the queries. Values that are a part of keys take no more.
     """
-    columns = bucket(head_dim)
-    return (tiles.num_stages * 2 * tiles.tile + tiles.span) * columns * _ITEMSIZE + 2 * _KIB
+    arrays, columns = (1, head_dim) if head_dim in LATENT_DIMS else (2, bucket(head_dim))
+    return (tiles.num_stages * arrays * tiles.tile + tiles.span) * columns * _ITEMSIZE + 2 * _KIB
 
 
 def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
@@ -167,12 +167,12 @@ def candidates_triton(device: Device, head_dim: int, queries: int) -> list[Trito
     spans = [
         span
         for span in (16, 32, 64, 128)
-        if span <= max(16, bucket(queries)) and (span < 128 or head_dim <= 128)
+        if span <= max(16, bucket(queries)) and span <= _most_queries(head_dim)
     ]
     candidates: list[TritonTiles] = []
     for span in spans:
         for tile in (128, 64, 32, 16):
-            for warps in {16: (4,), 32: (4,), 64: (4, 8), 128: (8,)}[span]:
+            for warps in _warps(head_dim, span):
                 fit = [
                     tiles
                     for stages in (2, 3)
@@ -182,6 +182,18 @@ def candidates_triton(device: Device, head_dim: int, queries: int) -> list[Trito
             if tile <= 64 and any(c.span == span and c.num_stages == 3 for c in candidates):
                 break  # smaller ones are for devices where three stages of these do not fit
     return candidates
+
+
+def _warps(head_dim: int, span: int) -> tuple[int, ...]:
+    """The numbers of warps worth measuring. Results of wide heads take eight warps' registers."""
+    if head_dim in LATENT_DIMS:
+        return (4, 8) if span == 16 else (8,)
+    return {16: (4,), 32: (4,), 64: (4, 8), 128: (8,)}[span]
+
+
+def _most_queries(head_dim: int) -> int:
+    """The widest span whose results fit registers: for an H200, 64 queries of latents spill."""
+    return 32 if head_dim in LATENT_DIMS else 128 if head_dim <= 128 else 64
 
 
 def _fits(tiles: KernelConfig, device: Device, head_dim: int) -> bool:
@@ -213,6 +225,7 @@ MOSAIC_TABLE = {
     128: (MosaicTiles(64, 4, 2), MosaicTiles(128, 2, 2)),
     192: (MosaicTiles(64, 3, 1), MosaicTiles(64, 3, 1)),
     256: (MosaicTiles(64, 2, 1), MosaicTiles(64, 2, 1)),
+    576: (MosaicTiles(64, 2, 1), MosaicTiles(64, 2, 1)),
 }
 """By head dim, for few queries and for many. Chosen because they compile for an H200 without
 spilling registers, with enough bytes under way to hide its memory's latency; not measured on one
@@ -225,6 +238,7 @@ TRITON_TABLE = {
     128: ((64, 3), (64, 2), (32, 2)),
     192: ((64, 2), (32, 3), (32, 2)),
     256: ((64, 2), (32, 3), (32, 2)),
+    576: ((64, 2), (32, 2), (16, 2)),
 }
 """By head dim, pairs of tile and stages, of which the first that fits the device is used. Not
 measured yet either."""
@@ -245,10 +259,10 @@ def built_in_triton(device: Device, head_dim: int, queries: int) -> TritonTiles:
     """The tiles in the table that fit the device's shared memory. Raises as `built_in_mosaic`."""
     _check_dim(head_dim, TRITON_TABLE)
     # A span wider than a block's queries is padding, and up to 64 a kernel that waits for memory
-    # has time for it. Registers hold the results of 128 queries for heads of at most 128.
-    span = 128 if queries >= MANY_QUERIES and head_dim <= 128 else min(max(16, bucket(queries)), 64)
-    # Results of 64 queries of wider heads take eight warps' registers too.
-    warps = 8 if span == 128 or (span == 64 and head_dim > 128) else 4
+    # has time for it.
+    span = 128 if queries >= MANY_QUERIES else min(max(16, bucket(queries)), 64)
+    span = min(span, _most_queries(head_dim))
+    warps = _warps(head_dim, span)[-1 if head_dim > 128 and span > 16 else 0]
     options = [TritonTiles(span, tile, warps, stages) for tile, stages in TRITON_TABLE[head_dim]]
     return _filled(
         next(tiles for tiles in options if _fits(tiles, device, head_dim)), device, head_dim

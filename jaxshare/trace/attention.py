@@ -19,8 +19,9 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Int32
 
-from jaxshare.arena import Arenas, make_finite, put
+from jaxshare.arena import Arenas, put
 from jaxshare.cache import KVCache
+from jaxshare.quantised_cache import Arena, as_stored, make_finite
 from jaxshare.rope import Rope, rotate
 from jaxshare.sharding import on_each
 from jaxshare.softcap import soft_capped
@@ -327,15 +328,15 @@ def fill(
         rope: tuple(table[:, None] for table in rope.cos_sin(indices)) for rope in {*cache.ropes}
     }
 
-    def heads_first(x: Array, dtype: jnp.dtype) -> Array:
-        return make_finite(x.astype(dtype)).swapaxes(0, 1)
+    def heads_first(x: Array, arena: Arena) -> Arena:
+        return as_stored(x.swapaxes(0, 1), arena)
 
     new = (
         tuple(
-            heads_first(rotate(k[tokens], *tables[rope]), a.dtype)
+            heads_first(rotate(k[tokens], *tables[rope]), a)
             for k, a, rope in zip(keys, cache.keys, cache.ropes, strict=True)
         ),
-        tuple(heads_first(v[tokens], a.dtype) for v, a in zip(values, cache.values, strict=True)),
+        tuple(heads_first(v[tokens], a) for v, a in zip(values, cache.values, strict=True)),
     )
     arenas: Arenas = cache.keys, cache.values
     specs, none = (cache.specs.keys, cache.specs.values), PartitionSpec()

@@ -1,4 +1,4 @@
-"""What linear layers get as inputs on a text, and how inputs are scaled before they are rounded.
+"""Calibration on a text: the inputs of linear layers, and how they are scaled before rounding.
 
 Inputs that are large make the errors of their weights large. Those weights are made larger before
 they are rounded and the inputs smaller by the same factor (AWQ, Lin et al. 2023), where whatever
@@ -38,7 +38,7 @@ _MOST_FACTOR = 2.0**10
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What one matrix gets as inputs.
+    """The inputs of one matrix.
 
     Attributes:
       squares: the mean square of each input.
@@ -121,7 +121,7 @@ def run_layer(
 
 
 def _inputs_of(kept: Mapping[str, Any]) -> Iterator[tuple[Path, list[Inputs]]]:
-    """What each module got, from what modules have kept in one pass."""
+    """The inputs of each module, from all that modules have kept in one pass."""
     for keys, (found,) in jax.tree.leaves_with_path(kept, is_leaf=lambda x: isinstance(x, tuple)):
         *module, name = (key.key for key in keys)
         if name != "experts":

@@ -118,7 +118,7 @@ def _rows(
 
 @dataclasses.dataclass
 class Loss:
-    """What quantising costs on held-out text; perplexities are of a token.
+    """The cost of quantising on held-out text; perplexities are of a token.
 
     Attributes:
       tokens: that were predicted.

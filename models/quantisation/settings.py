@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxshare.models.config_fields import Fields, read_json
 from jaxshare.models.quantisation.awq import read_awq
+from jaxshare.models.quantisation.bitsandbytes import read_bitsandbytes
 from jaxshare.models.quantisation.compressed_tensors import read_compressed_tensors
 from jaxshare.models.quantisation.fp8 import read_fp8
 from jaxshare.models.quantisation.gptq import read_gptq
@@ -19,6 +20,7 @@ METHODS: Mapping[str, Callable[[Fields], Quantisation]] = {
     "fp8": read_fp8,
     "fbgemm_fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
+    "bitsandbytes": read_bitsandbytes,
 }
 """The readers of the settings of each method, by its name in config.json."""
 

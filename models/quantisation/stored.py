@@ -18,7 +18,7 @@ class StoredArray:
     """An array that a checkpoint has.
 
     Attributes:
-      shapes: those that it may have.
+      shapes: those that it may have; none for any.
       dtypes: those that it may have, as safetensors names them.
       is_optional: True for one that may be missing.
     """

@@ -7,8 +7,9 @@ on a machine that needs no GPU.
     python -m scripts.gpu.compile --json --output FILE     # one JSON object
 
 Ends with code 1 where something does not compile, a kernel spills registers or needs more shared
-memory than a block can have, a decode step copies the cache, or one on several devices sends more
-than it should; with code 2 where the packages that this takes are missing (`make gpu-compile`
+memory than a block can have, a decode step copies the cache, one on several devices sends more than
+it should, or one of a published model with experts is not what its configuration predicts (the part
+`experts`, scripts/gpu/predicted.py); with code 2 where the packages that this takes are missing (`make gpu-compile`
 installs them). What is NOT checked is what takes a GPU: results and speed. Autotuning is off, so
 XLA may choose other products on a device.
 """
@@ -42,7 +43,7 @@ from scripts.gpu.report import LARGE, all_goals, as_text
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
 """XLA's kernels are its own affair, so its backend is looked at in decode steps alone."""
-PARTS = ("kernels", "steps", "devices", "plan")
+PARTS = ("kernels", "steps", "devices", "plan", "experts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,8 @@ def compile_all(compiler: Compiler, options: Options) -> dict[str, list[dict[str
     from jaxshare.pallas.device import H200, assume_device
     from scripts.gpu import programs
 
-    tasks_of = dict(zip(PARTS, (kernel_tasks, step_tasks, device_tasks, plan_tasks), strict=True))
+    all_tasks = kernel_tasks, step_tasks, device_tasks, plan_tasks, expert_tasks
+    tasks_of = dict(zip(PARTS, all_tasks, strict=True))
     tasks = [
         (part, *task)
         for part in PARTS
@@ -161,14 +163,14 @@ def kernel_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterato
         if backend == "xla":
             continue
         grid = programs.whole_grid() if options.whole else programs.QUICK
-        for case in (*grid, *programs.SCORED):
+        for case in (*grid, *programs.SCORED, *programs.LATENT):
             yield (
                 {"backend": backend, "case": case._asdict(), "name": str(case)},
                 lambda backend=backend, case=case: kernels_of(
                     compiler, *programs.attention(case, backend)
                 ),
             )
-        for case in programs.QUICK_SPREAD:
+        for case in (*programs.QUICK_SPREAD, programs.LATENT[0]):
             yield (
                 {
                     "backend": backend,
@@ -226,6 +228,18 @@ def plan_tasks(compiler: Compiler, _: Options, programs: Any) -> Iterator[Task]:
             {"name": step.name, "what": what, "rows": step.rows},
             lambda step=step, alone=alone: plan_numbers(compiler, *alone(step)),
         )
+
+
+def expert_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]:
+    """Decode steps of published models with experts on eight devices."""
+    from scripts.gpu import expert_steps, moe_models
+
+    if moe_models.BACKEND in options.backends:
+        for model in moe_models.MODELS:
+            yield (
+                expert_steps.describe(model),
+                lambda model=model: expert_steps.compiled(compiler, model),
+            )
 
 
 def mesh_of(compiler: Compiler, spread: Any) -> Any:

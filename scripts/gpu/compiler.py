@@ -208,6 +208,8 @@ class Program:
     kernels: tuple[Kernel, ...]
     temp_bytes: int
     alias_bytes: int
+    argument_bytes: int = 0
+    output_bytes: int = 0
 
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
@@ -272,6 +274,8 @@ class Compiler:
                 (*self._mosaic_kernels(text), *self._triton_kernels(text)),
                 memory.temp_size_in_bytes,
                 memory.alias_size_in_bytes,
+                memory.argument_size_in_bytes,
+                memory.output_size_in_bytes,
             )
         finally:
             self._clear()

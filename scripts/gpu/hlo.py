@@ -12,6 +12,9 @@ _RESULT = re.compile(r"^\s*(?:ROOT )?%\S+ = (.*?) ([a-z][a-z0-9-]*)\(")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 
 
+_TYPED = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+
+
 # Names for memory that is there already.
 _IN_PLACE = frozenset(
     {
@@ -186,12 +189,14 @@ class Collective:
       kind: "all-reduce", "all-gather" and so on.
       axes: of the mesh, over which, with commas between; empty where the HLO does not name them.
       elements: of the largest array that one device has of it.
+      bytes: of its results on each device.
       line: the instruction.
     """
 
     kind: str
     axes: str
     elements: int
+    bytes: int
     line: str
 
     def __str__(self) -> str:
@@ -205,7 +210,7 @@ def collectives(lines: Iterator[str] | Sequence[str]) -> list[Collective]:
     for line in lines:
         kind = opcode(line).removesuffix("-start")
         if kind in _COLLECTIVES:
-            found.append(Collective(kind, _axes(line), largest(line), line))
+            found.append(Collective(kind, _axes(line), largest(line), _result_bytes(line), line))
     return found
 
 
@@ -216,3 +221,14 @@ def _axes(line: str) -> str:
         return ""
     alone = set(re.findall(r"'(\w+)'=1\b", named[1]))
     return ",".join(axis for axis in re.findall(r"'(\w+)'", named[2]) if axis not in alone)
+
+
+def _result_bytes(line: str) -> int:
+    """Bytes of a collective's results; one that is waited for later has its operands before."""
+    match = _RESULT.match(line)
+    assert match, line
+    found = [
+        math.prod(int(n) for n in dims.split(",") if n) * int(bits or 8) // 8
+        for _, bits, dims in _TYPED.findall(match[1])
+    ]
+    return sum(found[len(found) // 2 :] if match[2].endswith("-start") else found)

@@ -40,6 +40,7 @@ GPU_BACKENDS = ("mosaic_gpu", "triton")
 STEP_BACKENDS = (*GPU_BACKENDS, "xla")
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+LATENT_DIM, ROTATED = 576, 64
 GROUPS = (1, 2, 4, 5, 7, 8, 16)
 DTYPES = ("bfloat16", "float16")
 PASSES = (
@@ -103,6 +104,9 @@ SCORED = (
     Case(128, 128, "bfloat16", *PASSES[0]),
 )
 """Windows, softcaps and sinks, as gpt-oss and Gemma 2 have them, and many query heads."""
+_LATENT = [*((16, one) for one in PASSES), (5, PASSES[2]), (64, PASSES[0]), (128, PASSES[0])]
+LATENT = tuple(Case(LATENT_DIM, group, "bfloat16", *one) for group, one in _LATENT)
+"""Multi-head latent attention: keys of which 64 entries are rotated, and the others are values."""
 QUICK_SPREAD = tuple(
     case for case in QUICK if case.group == 4 and (case.width, case.rows, case.blocks) == PASSES[0]
 )
@@ -128,7 +132,14 @@ class Shape(NamedTuple):
 
     @property
     def value_dim(self) -> int:
-        return self.head_dim
+        return 0 if self.head_dim == LATENT_DIM else self.head_dim
+
+    @classmethod
+    def of(cls, case: Case, kv_heads: int) -> "Shape":
+        """That of one layer; a latent is one for all heads."""
+        latent = case.head_dim == LATENT_DIM
+        rope = Rope.default(ROTATED if latent else case.head_dim, 10_000.0)
+        return cls(1, 1 if latent else kv_heads, case.head_dim, rope)
 
 
 Traced = tuple[Callable[..., jax.Array], tuple[Any, ...]]
@@ -137,7 +148,7 @@ Traced = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 
 def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
     """A call of block attention; arguments q, keys, values, plan."""
-    config = Shape(1, kv_heads, case.head_dim, Rope.default(case.head_dim, 10_000.0))
+    config = Shape.of(case, kv_heads)
     listed, capacities = arranged(case.rows, case.blocks, history=16384, own=512)
     cache = jax.eval_shape(lambda: KVCache.create(config, capacities, case.dtype))
     count = jax.ShapeDtypeStruct((case.rows,), jnp.int32)
@@ -147,9 +158,8 @@ def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
         shapes(Layout.from_blocks(listed)),
         count,
     )
-    q = jax.ShapeDtypeStruct(
-        (case.rows, case.width, kv_heads * case.group, case.head_dim), case.dtype
-    )
+    heads = config.num_kv_heads * case.group
+    q = jax.ShapeDtypeStruct((case.rows, case.width, heads, case.head_dim), case.dtype)
 
     def attend(q: jax.Array, keys: jax.Array, values: jax.Array, plan: Plan) -> jax.Array:
         sinks = jnp.zeros(q.shape[2]) if case.scoring.sinks else None
@@ -164,15 +174,14 @@ def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
 def spread_attention(case: Case, backend: str, mesh: Mesh, kv_heads: int = 2) -> Traced:
     """A call of block attention over tokens that are spread along the axis `kv` of a mesh;
     arguments q, cache, layout, count."""
-    config = Shape(1, kv_heads, case.head_dim, Rope.default(case.head_dim, 10_000.0))
+    config = Shape.of(case, kv_heads)
     listed, capacities = arranged(case.rows, case.blocks, history=16384, own=512)
     cache, layout = (
         shapes_on(mesh, config, capacities, case.dtype),
         shapes(Layout.from_blocks(listed)),
     )
-    q = jax.ShapeDtypeStruct(
-        (case.rows, case.width, kv_heads * case.group, case.head_dim), case.dtype
-    )
+    heads = config.num_kv_heads * case.group
+    q = jax.ShapeDtypeStruct((case.rows, case.width, heads, case.head_dim), case.dtype)
 
     def attend(q: jax.Array, cache: KVCache, layout: Layout, count: jax.Array) -> jax.Array:
         return block_attention(
@@ -320,7 +329,7 @@ class Decoding:
 
 def decoding(
     step: Step,
-    backend: str,
+    backend: str | tuple[str, ...],
     config: ModelConfig = MODEL,
     history: int = HISTORY,
     mesh: Mesh | None = None,
@@ -351,9 +360,9 @@ def decoding(
             model, params, dataclasses.replace(rest, cache=cache), passes=16, width=step.width
         )
 
-    arena = cache.keys[0]
-    elements = arena.size if mesh is None else arena.size // mesh.devices.size
-    layer = 2 * elements * arena.dtype.itemsize
+    arena, spread = cache.keys[0], 1 if mesh is None else mesh.devices.size
+    elements = arena.size // spread
+    layer = (arena.size + cache.values[0].size) // spread * arena.dtype.itemsize
     return Decoding(
         run,
         (params, cache, rest),
@@ -366,7 +375,7 @@ def decoding(
 
 
 def _model(
-    config: ModelConfig, backend: str, mesh: Mesh | None
+    config: ModelConfig, backend: str | tuple[str, ...], mesh: Mesh | None
 ) -> tuple[Decoder | ShardedDecoder, Any]:
     """(the model, the shapes of its parameters), as they lie on a mesh if there is one."""
     if mesh is not None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.bench.lib import Goal, table
+from scripts.gpu.expert_report import experts_text, goals_of_experts
 
 SHARED_BYTES = 232_448
 """The most shared memory that a block of an H200 can have (CUDA C Programming Guide, compute
@@ -32,14 +33,17 @@ OF_OURS = 2
 
 def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
     """The goals of these results. A program that did not compile has no numbers of its own."""
-    kernels, steps, devices = (results.get(part, []) for part in ("kernels", "steps", "devices"))
+    kernels, steps, devices, experts = (
+        results.get(part, []) for part in ("kernels", "steps", "devices", "experts")
+    )
     compiled = [step for step in (*steps, *devices) if step["error"] is None]
     return [
-        *_goals_of_compiling((*kernels, *steps, *devices)),
+        *_goals_of_compiling((*kernels, *steps, *devices, *experts)),
         *_goals_of_kernels((*kernels, *devices)),
         *_goals_of_plans(results.get("plan")),
         *(goal for step in compiled for goal in _goals_of_memory(step)),
         *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
+        *(goal for step in experts if step["error"] is None for goal in goals_of_experts(step)),
     ]
 
 
@@ -157,6 +161,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         "steps": _steps_text,
         "devices": _devices_text,
         "plan": _plan_text,
+        "experts": experts_text,
     }
     lines += [text(report[part]) for part, text in tables.items() if report.get(part)]
     if failed := [result for part in tables for result in report.get(part, []) if result["error"]]:

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.layers import Decoder
-from jaxshare.models.loading import local_folder
+from jaxshare.models.sources import local_folder
 from jaxshare.serving import Format
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, has_checkpoints, leaves
 from jaxshare.serving.evaluation import (

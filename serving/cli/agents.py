@@ -283,7 +283,7 @@ def _model(
             model,
             "scripted, a dictionary of answers that comes with the file; no language model runs",
         )
-    loaded = models.load(name, dtype=options.dtype)
+    loaded = models.load(name, dtype=options.dtype, approximate_kv=options.approximate_kv)
     model = EngineModel(loaded, resample=agents_options.resample_of(options), **engine)
     if name == "embedded":
         name = "embedded, the small model that comes with jaxshare"

@@ -9,6 +9,7 @@ from typing import Any
 from jaxshare.decoding.grammar import Grammar
 from jaxshare.decoding.logprobs import PROCESSED, RAW
 from jaxshare.decoding.sampling_params import Sampler
+from jaxshare.quantised_cache import APPROXIMATIONS
 
 _MAX_TEXT = 2**26
 """The most characters of a prompt or a problem that are read."""
@@ -30,9 +31,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Adds --dtype."""
+    """Adds --dtype and --approximate-kv."""
     parser.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)"
+    )
+    parser.add_argument(
+        "--approximate-kv",
+        choices=APPROXIMATIONS,
+        help="keep keys and values as codes of 8 bits with a scale for each token and kv head, in "
+        "about half the memory of bfloat16; results are then approximate (default: exact)",
     )
 
 
@@ -44,7 +51,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds --temperature, --top-k, --top-p, --min-p, other sampling settings, and --dtype."""
+    """Adds --temperature, --top-k, --top-p, --min-p, other sampling settings, --dtype and
+    --approximate-kv."""
     parser.add_argument(
         "--temperature",
         type=float,

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     check_file(
         "the file in the cache folder JAXSHARE_CACHE", sharing_cost.costs_file(), makes_folder=True
     )
-    model = models.load(options.model, dtype=options.dtype)
+    model = models.load(options.model, dtype=options.dtype, approximate_kv=options.approximate_kv)
     costs, points = calibration.calibrate(model)
     file, save_error = None, None
     try:

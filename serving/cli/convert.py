@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxshare.models import orbax_io
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.loading import local_folder, outline
+from jaxshare.models.loading import outline
 from jaxshare.models.model_folder import check_folders
 from jaxshare.models.quantisation.converting import (
     FORMS,
@@ -20,6 +20,7 @@ from jaxshare.models.quantisation.converting import (
 )
 from jaxshare.models.quantisation.making import LEAST_TOKENS, Making, Text
 from jaxshare.models.quantisation.rounding import MADE, Rounding
+from jaxshare.models.sources import local_folder
 from jaxshare.paths import check_folder
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.locks import OutputLock

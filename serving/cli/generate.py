@@ -86,7 +86,9 @@ def run(options: argparse.Namespace) -> int:
         )
     mesh = process_mesh.mesh_of(options)
 
-    model: Any = models.load(options.model, dtype=options.dtype, mesh=mesh)
+    model: Any = models.load(
+        options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
+    )
     if options.chat and (model.tokenizer is None or not model.tokenizer.chat_template):
         raise ValueError(
             f"{options.model} has no chat template; leave out --chat and write the prompt as the "

@@ -96,7 +96,12 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
             if finished:
                 return _report(options, finished, finished["completions"])
             done = _read_done(file, output, {line.custom_id for line in lines}, known_lines)
-        model = models.load(options.model, dtype=options.dtype, mesh=process_mesh.mesh_of(options))
+        model = models.load(
+            options.model,
+            dtype=options.dtype,
+            mesh=process_mesh.mesh_of(options),
+            approximate_kv=options.approximate_kv,
+        )
         if file is None:
             known = identity(model)
             batch_output.write_job(job, settings, known)

@@ -75,7 +75,12 @@ def run(options: argparse.Namespace) -> int:
         prefix = options.prefix
     lines = arguments.read_text("list of candidates", None, options.candidates).split("\n")
     candidates = lines[:-1] if not lines[-1] else lines
-    model = models.load(options.model, dtype=options.dtype, mesh=process_mesh.mesh_of(options))
+    model = models.load(
+        options.model,
+        dtype=options.dtype,
+        mesh=process_mesh.mesh_of(options),
+        approximate_kv=options.approximate_kv,
+    )
     sampler = None
     if options.logprobs == PROCESSED:
         sampler = dataclasses.replace(default_sampler(model), **sampling)

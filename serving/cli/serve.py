@@ -211,9 +211,10 @@ def run(options: argparse.Namespace) -> int:
             serve_replicas.run(options, pool, engine, settings, listening, on_start)
             return 0
         mesh = process_mesh.mesh_of(options)
-        model = shortened(
-            models.load(options.model, dtype=options.dtype, mesh=mesh), options.max_model_len
+        model = models.load(
+            options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
         )
+        model = shortened(model, options.max_model_len)
         with Engine(model, **engine) as made:
             server = DrainingServer(Service(made, settings, files), listening)
             server.on_start = on_start

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from jaxshare import models
 from jaxshare.models.config_fields import read_json
-from jaxshare.models.loading import local_folder
+from jaxshare.models.sources import local_folder
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, tiles_file
 from jaxshare.paths import check_file

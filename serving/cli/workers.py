@@ -191,8 +191,8 @@ def _solve(
     mesh: "Mesh | None",
 ) -> int:
     """Runs the session with its outputs locked, and prints and writes its result."""
-    resumed = _is_resumed(options)
-    model = models.load(options.model, dtype=options.dtype, mesh=mesh)
+    resumed, kv = _is_resumed(options), options.approximate_kv
+    model = models.load(options.model, dtype=options.dtype, mesh=mesh, approximate_kv=kv)
     settings = _settings(options, model, sampling, problem, names)
     warn_of_greedy(model, settings["sampler"], discouraged=presets.advises_sampling(options.format))
     if resumed:

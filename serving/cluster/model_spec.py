@@ -22,7 +22,7 @@ class ModelSpec:
     Attributes:
       path: a folder that all nodes have, a hub id, or "embedded", which is part of every node's
         installation.
-      dtype, tensor, kv, expert: the options of a command.
+      dtype, tensor, kv, expert, approximate_kv: the options of a command.
     """
 
     path: str
@@ -30,6 +30,7 @@ class ModelSpec:
     tensor: int
     kv: int
     expert: int = 1
+    approximate_kv: str | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> "ModelSpec":
@@ -41,6 +42,7 @@ class ModelSpec:
             options.tensor,
             options.kv,
             getattr(options, "expert", 1),
+            options.approximate_kv,
         )
 
     def outline(self) -> LoadedModel:
@@ -49,7 +51,7 @@ class ModelSpec:
         Raises:
           FileNotFoundError, ConfigError, ValueError: see `jaxshare.models.load`.
         """
-        return models.outline(self.path)
+        return dataclasses.replace(models.outline(self.path), approximate_kv=self.approximate_kv)
 
     def load(self) -> LoadedModel:
         """Loads the model on this node.
@@ -65,7 +67,9 @@ class ModelSpec:
             )
         sizes = argparse.Namespace(tensor=self.tensor, kv=self.kv, expert=self.expert)
         mesh = process_mesh.mesh_of(sizes)
-        return models.load(self.path, dtype=self.dtype, mesh=mesh)
+        return models.load(
+            self.path, dtype=self.dtype, mesh=mesh, approximate_kv=self.approximate_kv
+        )
 
 
 def shortened(model: Any, max_model_len: int | None) -> Any:

@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from jaxshare.models.config_fields import first_line
-from jaxshare.models.loading import environment
+from jaxshare.models.tokenizer_files import environment
 
 _PROBE_SECONDS, _CONNECT_SECONDS, _LEAVE_SECONDS = 5, 20, 30
 """Timeouts of an address, of the cluster there, and of leaving it."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxshare.models import LoadedModel
 from jaxshare.models.fingerprint import same_fingerprint
-from jaxshare.serving.checkpoints import SavedCheckpoint, SaveError
+from jaxshare.serving.checkpoints import SavedCheckpoint, SaveError, check_approximation
 from jaxshare.serving.engine.request import DerivedSeeds
 from jaxshare.serving.kvcache import checkpoint
 from jaxshare.serving.kvcache.manager import KVManager
@@ -28,6 +28,7 @@ def snapshot(
     return {**arrays, **logits_arrays}, {
         "format": _FORMAT,
         "model": model.fingerprint,
+        "approximate_kv": model.approximate_kv,
         "asked": [[digest.hex(), count] for digest, count in prompt_counts.items()],
         "logits": logits,
         **metadata,
@@ -46,6 +47,7 @@ def check(save: SavedCheckpoint, model: LoadedModel) -> None:
             f"save {save.number} of {save.folder} is of another model, or of no engine; restore it "
             "with the model that it was saved with"
         )
+    check_approximation(save, model.approximate_kv)
 
 
 def restore(

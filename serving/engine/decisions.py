@@ -165,6 +165,7 @@ def settings_of(
     tokens, _, rows, passes = sizes
     return {
         "model": repr(model.config),
+        "approximate_kv": model.approximate_kv,
         "tokens of memory": tokens,
         "max_rows": rows,
         "passes": passes,

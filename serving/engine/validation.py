@@ -129,6 +129,14 @@ def _check_free(name: str, bytes: int, free: int, where: str) -> None:
         raise ValueError(f"{name} takes {bytes} bytes, but {where} {free} free; give less")
 
 
+def _logits_source(model: LoadedModel) -> str:
+    """What a Logits Cache's distributions depend on: the model, and how its caches approximate."""
+    kept = (
+        "" if model.approximate_kv is None else f" with keys and values as {model.approximate_kv}"
+    )
+    return model.fingerprint + kept
+
+
 def logits_cache_for(
     model: LoadedModel, given: int | LogitsCache, num_top_logits: int
 ) -> LogitsCache | None:
@@ -138,7 +146,7 @@ def logits_cache_for(
       ValueError: a negative number, or a cache of another model.
     """
     if isinstance(given, LogitsCache):
-        given.check(model.fingerprint)
+        given.check(_logits_source(model))
         given.num_top_logits = given.num_top_logits or num_top_logits
         return given
     given = as_integer("logits_cache", given)
@@ -146,7 +154,7 @@ def logits_cache_for(
         raise ValueError(f"logits_cache is {given}; give a number of bytes, or 0 for none")
     if not given:
         return None
-    return LogitsCache(model.fingerprint, given, min(num_top_logits, model.config.vocab_size))
+    return LogitsCache(_logits_source(model), given, min(num_top_logits, model.config.vocab_size))
 
 
 def prompt_tokens(

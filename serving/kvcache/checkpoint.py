@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxshare import cache_io
+from jaxshare import KVCache, cache_io
 from jaxshare.models import LoadedModel
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.policy import Segment, prefix_hash
@@ -20,8 +21,9 @@ def snapshot(kv: KVManager, model: LoadedModel) -> tuple[dict[str, np.ndarray], 
     """Arrays and metadata of all cached tokens, in host memory.
 
     The arrays are `tokens` int32[N] and, of each layer L, `keys.L` and `values.L` [K, N, D] with
-    every kv head once: the tokens of all nodes, parents first. A node that is being written is
-    saved as far as it is cached.
+    every kv head once: the tokens of all nodes, parents first. Where keys and values are
+    approximated they are `keys.L.codes` and `keys.L.scales`. A node that is being written is saved
+    as far as it is cached.
     """
     # Below a node in host memory none is on the accelerator, so parents stay first.
     nodes = sorted(_cached_nodes(kv.tree.root), key=lambda node: node.extent is None)
@@ -38,14 +40,11 @@ def snapshot(kv: KVManager, model: LoadedModel) -> tuple[dict[str, np.ndarray], 
     copies = [node.copy for node in nodes if not node.extent and node.copy]
     for kind in ("keys", "values"):
         for layer, arena in enumerate(getattr(cache, kind)):
-            device = np.asarray(cache_io.read(arena, index, cache.mesh, model.kv_repeats))
-            arrays[f"{kind}.{layer}"] = np.concatenate(
-                [
-                    device[:, :on_device],
-                    *(getattr(copy, kind)[layer][:: model.kv_repeats] for copy in copies),
-                ],
-                axis=1,
-            )
+            device = cache_io.read(arena, index, cache.mesh, model.kv_repeats)
+            parts = [jax.tree.map(np.asarray, device)[:, :on_device]]
+            parts += [getattr(copy, kind)[layer][:: model.kv_repeats] for copy in copies]
+            whole = jax.tree.map(lambda *each: np.concatenate(each, axis=1), *parts)
+            arrays |= cache_io.named_arrays(f"{kind}.{layer}", whole)
     numbers = {id(node): i for i, node in enumerate(nodes)}
     return arrays, {
         "now": kv.tree.now,
@@ -110,10 +109,10 @@ def restore(
             on_device[i] = node
         elif tree.host_used + len(tokens) <= tree.host_tokens:
             node.copy = _host_copy(
+                kv.pool.cache,
                 arrays,
                 slice(starts[i], starts[i + 1]),
                 nodes[i]["phase"],
-                len(kv.pool.cache.keys),
                 model.kv_repeats,
             )
             tree.host_used += len(tokens)
@@ -142,12 +141,12 @@ def _take_extent(tree: PrefixTree, node: Node, parent: Node, phase: int) -> bool
 
 
 def _host_copy(
-    arrays: Mapping[str, np.ndarray], tokens: slice, phase: int, layers: int, repeats: int
+    cache: KVCache, arrays: Mapping[str, np.ndarray], tokens: slice, phase: int, repeats: int
 ) -> HostCopy:
     keys, values = (
-        tuple(
-            np.repeat(arrays[f"{kind}.{layer}"][:, tokens], repeats, axis=0)
-            for layer in range(layers)
+        jax.tree.map(
+            lambda a: np.repeat(a[:, tokens], repeats, axis=0),
+            (*cache_io.from_names(cache, kind, arrays),),
         )
         for kind in ("keys", "values")
     )
@@ -167,8 +166,9 @@ def _write(
         [(node.extent.offset, node.extent.length) for node in nodes.values() if node.extent]
     )
     source = cache_io.token_indices([(start, len(node.tokens)) for start, node in nodes.items()])
-    cache, layers = kv.pool.cache, range(len(kv.pool.cache.keys))
+    cache = kv.pool.cache
     keys, values = (
-        [arrays[f"{kind}.{layer}"][:, source] for layer in layers] for kind in ("keys", "values")
+        jax.tree.map(lambda a: a[:, source], cache_io.from_names(cache, kind, arrays))
+        for kind in ("keys", "values")
     )
     kv.pool.cache = cache_io.with_tokens(cache, index, keys, values, model.kv_repeats)

@@ -8,6 +8,7 @@ place are arithmetic on the host, and copy nothing.
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +69,11 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HostCopy:
-    """Keys and values of an extent in host memory: for each layer [K, tokens, D]."""
+    """Keys and values of an extent in host memory: for each layer [K, tokens, D], as the arenas
+    have them."""
 
-    keys: tuple[np.ndarray, ...]
-    values: tuple[np.ndarray, ...]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
     phase: int
 
     @property
@@ -84,9 +86,7 @@ class HostCopy:
         def part(tokens: slice, phase: int) -> HostCopy:
             # Arrays of its own, so that each part's memory is freed with that part.
             return HostCopy(
-                tuple(k[:, tokens].copy() for k in self.keys),
-                tuple(v[:, tokens].copy() for v in self.values),
-                phase,
+                *jax.tree.map(lambda a: a[:, tokens].copy(), (self.keys, self.values)), phase
             )
 
         return part(slice(length), self.phase), part(slice(length, None), self.phase + length)
@@ -108,7 +108,14 @@ class Pool:
         self.tokens = tokens
         self.bytes_per_token = token_bytes(model)
         try:
-            self.cache = KVCache.empty(model.config, tokens, 1, cache_dtype(model), mesh=model.mesh)
+            self.cache = KVCache.empty(
+                model.config,
+                tokens,
+                1,
+                cache_dtype(model),
+                mesh=model.mesh,
+                approximate=model.approximate_kv,
+            )
             jax.block_until_ready(self.cache.keys)  # a device says late that it is full
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
@@ -209,7 +216,7 @@ class Pool:
 
     def free_arrays(self) -> None:
         """Frees the accelerator's memory; the pool cannot be used afterwards."""
-        for array in (*self.cache.keys, *self.cache.values):
+        for array in jax.tree.leaves((self.cache.keys, self.cache.values)):
             if not array.is_deleted():
                 array.delete()
 
@@ -228,9 +235,8 @@ class Pool:
         width, start, first = self._window(extent.offset, extent.length)
         keys, values = _read((self.cache.keys, self.cache.values), start, width, self.cache.mesh)
         cached = slice(first, first + extent.length)
-        keys, values = (
-            tuple(np.array(a[:, cached]) for a in jax.device_get(arrays))
-            for arrays in (keys, values)
+        keys, values = jax.tree.map(
+            lambda a: np.array(a[:, cached]), jax.device_get((keys, values))
         )
         return HostCopy(keys, values, extent.phase)
 
@@ -239,9 +245,8 @@ class Pool:
         extent.length, extent.phase = copy.tokens, copy.phase
         width, start, first = self._window(extent.offset, extent.length)
         after = width - first - copy.tokens
-        keys, values = (
-            tuple(np.pad(a, ((0, 0), (first, after), (0, 0))) for a in arrays)
-            for arrays in (copy.keys, copy.values)
+        keys, values = jax.tree.map(
+            lambda a: np.pad(a, ((0, 0), (first, after), (0, 0))), (copy.keys, copy.values)
         )
         keys, values = _write(
             (self.cache.keys, self.cache.values),

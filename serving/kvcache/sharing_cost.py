@@ -278,7 +278,7 @@ def choose(model: LoadedModel, file: Path | None = None) -> Chosen:
             c.num_heads // tensor,
             c.num_kv_heads // tensor,
             c.head_dim,
-            cache_dtype(model).itemsize,
+            cache_dtype(model).itemsize if model.approximate_kv is None else 1,
             c.value_dim > 0,
         ),
     )
@@ -329,4 +329,5 @@ def _device() -> str:
 
 def _shape(config: ModelConfig, model: LoadedModel) -> str:
     heads = f"{config.num_heads} heads, {config.num_kv_heads} kv heads"
-    return f"{heads}, dim {config.head_dim}, {cache_dtype(model).name}"
+    cache = model.approximate_kv or cache_dtype(model).name
+    return f"{heads}, dim {config.head_dim}, {cache}"

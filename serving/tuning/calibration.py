@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
 from jaxshare.models import LoadedModel
+from jaxshare.quantised_cache import Arena, as_stored
 from jaxshare.serving.inputs import cache_dtype
 from jaxshare.serving.kvcache.sharing_cost import PRIVATE_TILE, SHARED_TILE, Costs
 
@@ -116,10 +117,10 @@ def _attention(model: LoadedModel, rows: int, prefix: int, shared: bool) -> Call
     config, dtype = dataclasses.replace(model.config, num_layers=1), cache_dtype(model)
     blocks = (prefix, *[SUFFIX] * rows) if shared else [prefix + SUFFIX] * rows
     lengths = (prefix, *[SUFFIX // 2] * rows) if shared else [prefix + SUFFIX // 2] * rows
-    cache = KVCache.create(config, blocks, dtype)
+    cache = KVCache.create(config, blocks, dtype, approximate=model.approximate_kv)
     key = jax.random.key(0)
     keys, values = (
-        jax.random.normal(k, arena.shape).astype(dtype)
+        as_stored(jax.random.normal(k, arena.shape), arena)
         for k, arena in zip(jax.random.split(key), (cache.keys[0], cache.values[0]), strict=True)
     )
     cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32))
@@ -132,7 +133,7 @@ def _attention(model: LoadedModel, rows: int, prefix: int, shared: bool) -> Call
     q = jax.random.normal(key, (rows, 1, config.num_heads, config.head_dim)).astype(dtype)
 
     @jax.jit
-    def attend(q: Array, keys: Array, values: Array, plan: Plan) -> Array:
+    def attend(q: Array, keys: Arena, values: Arena, plan: Plan) -> Array:
         return block_attention(q, keys, values, plan)
 
     def call() -> Array:

@@ -22,6 +22,7 @@ from jaxshare import KVCache, Layout, Plan, Rope, block_attention, make_plan
 from jaxshare.layout import bucket
 from jaxshare.pallas import tiles as tables
 from jaxshare.pallas.device import Device
+from jaxshare.pallas.head_dims import LATENT_DIMS
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, Key, use_tiles
 from jaxshare.paths import write_json
 from jaxshare.serving.locks import updating
@@ -86,8 +87,8 @@ class KernelShape:
 
     @property
     def value_dim(self) -> int:
-        """The size of a value, that of a key."""
-        return self.head_dim
+        """The size of a stored value: that of a key, or 0 where it is a part of one."""
+        return 0 if self.head_dim in LATENT_DIMS else self.head_dim
 
     @property
     def layer_ropes(self) -> tuple[Rope, ...]:
@@ -96,12 +97,12 @@ class KernelShape:
     @property
     def rope(self) -> Rope:
         """A rotation; its frequencies do not affect times."""
-        return Rope.default(self.head_dim, 10_000.0)
+        return Rope.default(self.head_dim - LATENT_DIMS.get(self.head_dim, 0), 10_000.0)
 
     @property
     def token_bytes(self) -> int:
         """The bytes of a token's keys and values in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +210,8 @@ def _layers(
     def iterate(_: Any, out: Array) -> Array:
         for _ in range(_LAYERS):
             out = block_attention(q + out, keys, values, plan, implementation=backend)
+            # Values may be shorter than queries.
+            out = jnp.pad(out, [(0, 0)] * 3 + [(0, q.shape[3] - out.shape[3])])
         return out
 
     return lax.fori_loop(0, iterations, iterate, jnp.zeros_like(q))
@@ -224,7 +227,8 @@ def _inputs(job: Pass) -> tuple[tuple[Array, Array, Array, Plan], np.ndarray]:
     cache = KVCache.create(shape, (*prefix, *[job.suffix] * job.rows), shape.dtype)
     random = jax.jit(jax.random.normal, static_argnums=(1, 2))
     key = jax.random.split(jax.random.key(0), 3)
-    keys, values = (random(k, cache.keys[0].shape, shape.dtype) for k in key[:2])
+    arenas = cache.keys[0], cache.values[0]
+    keys, values = (random(k, a.shape, shape.dtype) for k, a in zip(key[:2], arenas, strict=True))
     q = random(key[2], (job.rows, 1, shape.num_heads, shape.head_dim), shape.dtype)
     cache = dataclasses.replace(
         cache, lengths=jnp.asarray((*prefix, *[job.suffix - 1] * job.rows), jnp.int32)

@@ -20,6 +20,7 @@ from jaxshare.serving.checkpoints import (
     CheckpointStore,
     SavedCheckpoint,
     SaveError,
+    check_approximation,
     leaves,
     on_host,
 )
@@ -171,6 +172,7 @@ def save(
     metadata: dict[str, Any] = {
         **SessionMetadata.of(session).as_json(),
         "format": _FORMAT,
+        "approximate_kv": session.model.approximate_kv,
         "tokens": None,
         "trace_bytes": None,
     }
@@ -225,6 +227,7 @@ class SavedSession:
                 f"{self._name} is of a session of another model, or of the same one with "
                 "parameters of another dtype; restore it with the model that it was saved with"
             )
+        check_approximation(self._saved, model.approximate_kv)
         saved_layout = self.metadata.settings["layout"]
         if saved_layout is None and layout is None:
             raise ValueError(
@@ -396,11 +399,7 @@ def _small(state: DecodeState) -> Any:
 
 def _arenas(cache: KVCache) -> dict[str, Any]:
     """The arenas by their names in files."""
-    return {
-        f"{name}.{i}": arena
-        for name in ("keys", "values")
-        for i, arena in enumerate(getattr(cache, name))
-    }
+    return cache_io.array_names(cache, "keys") | cache_io.array_names(cache, "values")
 
 
 def _token_indices(cache: KVCache, lengths: np.ndarray) -> np.ndarray:
@@ -412,8 +411,8 @@ def _token_indices(cache: KVCache, lengths: np.ndarray) -> np.ndarray:
 def _refilled(cache: KVCache, arrays: Mapping[str, Any], kv_repeats: int) -> KVCache:
     """The cache with the keys and values of a save."""
     index = _token_indices(cache, arrays["cache.lengths"])
-    new, layers = [arrays[name] for name in _arenas(cache)], len(cache.keys)
-    return cache_io.with_tokens(cache, index, new[:layers], new[layers:], kv_repeats)
+    keys, values = (cache_io.from_names(cache, kind, arrays) for kind in ("keys", "values"))
+    return cache_io.with_tokens(cache, index, keys, values, kv_repeats)
 
 
 def _settings_as_json(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -307,7 +307,13 @@ def _fill_cache(
         cache = (
             lease.attach()
             if lease
-            else KVCache.create(model.config, capacities, cache_dtype(model), mesh=model.mesh)
+            else KVCache.create(
+                model.config,
+                capacities,
+                cache_dtype(model),
+                mesh=model.mesh,
+                approximate=model.approximate_kv,
+            )
         )
         growth = Growth(np.asarray(cache.offsets), np.asarray(cache.capacities))
         _, cache = prefill(model, [], cache, block=0)  # compiles

@@ -1,20 +1,22 @@
 """gpt-oss: config.json of the published checkpoints, experts in MXFP4, and what is refused."""
 
 import itertools
-import json
 import math
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxshare import models
 from jaxshare.models import ConfigError, ModelConfig
-from jaxshare.models.mxfp4 import dequantised
+from jaxshare.models.mxfp4 import packed
 from jaxshare.models.orbax_io import convert
 from jaxshare.models.safetensors_files import CheckpointError
 from jaxshare.models.tensor_names import expected_tensors
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.sharding import make_mesh
 from tests.helpers import mostly_slow
 from tests.paths import FIXTURES
 
@@ -102,7 +104,8 @@ def test_every_code_of_mxfp4():
     numbers = [*positive, *(-x for x in positive)]
     for low, high in itertools.product(range(16), repeat=2):
         blocks = np.full((1, 2, 16), low | high << 4, np.uint8)
-        found = np.asarray(dequantised(blocks, np.asarray([[127, 124]], np.uint8)), np.float64)
+        made = packed(blocks, np.asarray([[127, 124]], np.uint8))
+        found = np.asarray(made.dequantised(), np.float64)
         pairs = [numbers[low], numbers[high]] * 16
         assert found.tolist() == [[*pairs, *(x / 8 for x in pairs)]]
 
@@ -127,7 +130,7 @@ def copied(folder, tmp_path):
         ),
         (
             lambda t: t[f"{GATE_UP}_scales"].__setitem__((2, 5, 0), 255),
-            f"{GATE_UP}_blocks has values that are NaN or infinite",
+            f"{GATE_UP}_blocks has scales that are NaN or infinite",
         ),
         (
             lambda t: t.update({"model.layers.0.self_attn.sinks": np.ones(3, np.float32)}),
@@ -147,15 +150,64 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message, tmp_path):
         models.load(folder)
 
 
-@pytest.mark.parametrize("source", mostly_slow([PACKED, PLAIN]), ids=["mxfp4", "plain"])
-def test_converted_to_orbax_and_back_it_is_the_same_model(source, tmp_path):
-    convert(source, tmp_path / "orbax")
+def test_experts_stay_packed_with_the_numbers_of_the_file():
+    """Each number is computed by hand from its code and the exponent of its group."""
+    params = models.load(PACKED, "float32").params["params"]
+    tensors = load_file(PACKED / "model.safetensors")
+    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    numbers = np.asarray([*positive, *(-x for x in positive)])
+    for name, rows, modules in (("gate_up", 2, ("gate", "up")), ("down", 1, ("down",))):
+        blocks, scales = (
+            tensors[f"model.layers.1.mlp.experts.{name}_proj_{part}"]
+            for part in ("blocks", "scales")
+        )
+        pairs = np.stack([numbers[blocks & 15], numbers[blocks >> 4]], axis=-1)
+        whole = pairs.reshape(*scales.shape, 32) * 2.0 ** (scales[..., None].astype(int) - 127)
+        whole = whole.reshape(*scales.shape[:2], -1)
+        for index, module in enumerate(modules):
+            kernel = params["layers_1"]["moe"][module]["kernel"]
+            assert isinstance(kernel, QuantisedTensor)
+            assert kernel.codes.dtype == np.uint8 and kernel.scales.dtype.itemsize == 1
+            expected = whole[:, index::rows].astype(np.float32)
+            np.testing.assert_array_equal(np.asarray(kernel.dequantised()), expected)
+            kept = np.asarray(jax.jit(lambda each: each.dequantised())(kernel))
+            np.testing.assert_array_equal(kept, expected)
+
+
+def test_bytes_of_published_experts_are_those_of_the_file():
+    """17 bytes for 32 numbers, of the shape of gpt-oss-20b."""
+    config = ModelConfig.from_json(GPT_OSS_20B)
+    expected = expected_tensors(config)
+    shapes = [t.shape for t in expected.values() if "moe" in t.path and len(t.shape) == 3]
+    one = packed(np.zeros((1, 90, 16), np.uint8), np.full((1, 90), 127, np.uint8))
+    count = sum(math.prod(shape) for shape in shapes)
+    assert one.shape == (1, 2880) and one.nbytes * 32 == 17 * 2880
+    assert round(count * 17 / 32 / 2**30, 1) == 9.5
+
+
+def test_converted_to_orbax_and_back_it_is_the_same_model(tmp_path):
+    convert(PLAIN, tmp_path / "orbax")
     convert(tmp_path / "orbax", tmp_path / "back")
     tokens = np.arange(12)[None]
-    loaded = [models.load(folder, "float32") for folder in (source, tmp_path / "back")]
+    loaded = [models.load(folder, "float32") for folder in (PLAIN, tmp_path / "back")]
     expected, found = (m.module.apply(m.params, tokens, method="causal") for m in loaded)
     np.testing.assert_array_equal(found, expected)
-    names = load_file(tmp_path / "back" / "model.safetensors").keys()
-    assert GATE_UP in names and not [name for name in names if "_blocks" in name]
-    settings = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert "quantization_config" not in settings
+    assert GATE_UP in load_file(tmp_path / "back" / "model.safetensors")
+
+
+def test_packed_experts_are_the_same_bits_in_orbax_form(tmp_path):
+    convert(PACKED, tmp_path / "orbax")
+    found, expected = (models.load(folder).params for folder in (tmp_path / "orbax", PACKED))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    with pytest.raises(ValueError, match=r"is quantised \(mxfp4\)"):
+        convert(tmp_path / "orbax", tmp_path / "back")
+
+
+@pytest.mark.parametrize("tensor", mostly_slow([4, 2]))
+def test_packed_experts_on_a_mesh(tensor):
+    model = models.load(PACKED, "float32", mesh=make_mesh(tensor=tensor))
+    kernel = model.params["params"]["layers_1"]["moe"]["down"]["kernel"]
+    assert kernel.codes.addressable_shards[0].data.shape[0] == 4 // tensor
+    alone = models.load(PACKED, "float32").params["params"]["layers_1"]["moe"]["down"]["kernel"]
+    np.testing.assert_array_equal(np.asarray(kernel.codes), np.asarray(alone.codes))

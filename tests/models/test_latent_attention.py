@@ -1,5 +1,5 @@
-"""Multi-head latent attention over shared blocks, absorbed, against float64 numpy that makes a key and
-a value for every head and lays every row's end to end (`DenseModel`)."""
+"""Multi-head latent attention over shared blocks, absorbed and expanded, against float64 numpy that
+makes a key and a value for every head and lays every row's end to end (`DenseModel`)."""
 
 import dataclasses
 import functools
@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from jaxshare import KVCache, Layout
+from jaxshare.attention.expansion import HeadMakers
 from jaxshare.models import Generation, LoadedModel, packed, reencode
+from jaxshare.models.cached_layer import run_layer
 from jaxshare.models.layers import Decoder
+from jaxshare.models.mla import MLA
 from jaxshare.models.tensor_parallel import fit
 from jaxshare.sharding import make_mesh
 from jaxshare.trace.recorder import Recorder
@@ -84,6 +87,87 @@ def test_workers_in_three_layouts_and_their_traces(config):
     logits, again = reencode(model, recorder.trace())
     np.testing.assert_allclose(logits, exact, **CLOSE)
     assert_same_cache(again, cache, **CLOSE)
+
+
+EXPANDED = LATENT.mla.expands_from
+
+
+@pytest.fixture
+def expansions(monkeypatch):
+    """The tiles that are expanded by programs traced from here on, as their shapes."""
+    seen, expand = [], HeadMakers.expand
+    monkeypatch.setattr(
+        HeadMakers,
+        "expand",
+        lambda makers, cached: seen.append(cached.shape) or expand(makers, cached),
+    )
+    run_layer.clear_cache()
+    return seen
+
+
+def long_session(config, width: int, mesh=None) -> None:
+    """Passes of `width` tokens a row and of one, ragged, in one block, in many, and in three layouts
+    of workers: logits of every token, compared with numpy's."""
+    whole = loaded(config)
+    dense, rng = DenseModel(config, whole.params, 5), np.random.default_rng(width)
+    model = whole.on(mesh) if mesh else whole
+    cache = KVCache.create(model.config, (*[4 * width] * 4, 0), jnp.float32, mesh=mesh)
+    passes = [
+        (width, [width], [[0]]),
+        (width, [width, 3, width - 1], [[0, 1], [0, 2], [0, 3]]),
+        (width, [1, width, 0], [[0, 2, 1], [0, 1, 2], [3]]),  # each reads what the other writes
+        (1, [1, 1, 1], [[0, 2, 1], [2, 0, 3], [1, 3, 0]]),
+        (width, [width // 2, 2], [[2, 0, 1], [3, 1, 2]]),
+        (width, [width - 2], [[1, 2, 3, 0]]),
+    ]
+    for wide, counts, rows in passes:
+        tokens = [rng.integers(0, 101, n).tolist() for n in counts]
+        padded = np.zeros((ROWS, wide), np.int32)
+        for r, new in enumerate(tokens):
+            padded[r, : len(new)] = new
+        layout = Layout.from_blocks(rows, num_rows=ROWS, width=LISTED)
+        count = [*counts, *[0] * (ROWS - len(rows))]
+        logits, cache = model.forward(padded, count, cache, layout, every=True)
+        fed = [(new, row) for new, row in zip(tokens, rows, strict=True) if new]
+        expected = dense.forward(*map(list, zip(*fed, strict=True)))
+        found = (np.asarray(logits)[r, :n] for r, n in enumerate(counts) if n)
+        for got, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(got, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize("width", mostly_slow([EXPANDED, EXPANDED + 9]))
+def test_long_passes_make_keys_and_values_and_are_exact(width, expansions):
+    long_session(LATENT, width)
+    assert expansions
+
+
+@pytest.mark.slow
+def test_passes_below_the_threshold_attend_to_latents(expansions):
+    long_session(WITHOUT_RANK, EXPANDED - 1)
+    assert not expansions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tensor": 2, "kv": 2}, {"kv": 4}], ids=str)
+def test_long_passes_on_meshes(axes, expansions):
+    long_session(SPLITS, EXPANDED + 8, mesh=make_mesh(**axes))
+    assert expansions
+
+
+def test_it_expands_from_where_the_operations_are_fewer():
+    """DeepSeek-V3's sizes, counted one by one for each head: q queries and a tile of s tokens."""
+    mla = MLA(1536, 512, 128, 64, 128)
+
+    def absorbed(q, s):
+        return q * s * (64 + 512) + q * s * 512
+
+    def expanded(q, s):
+        return s * 512 * 128 + s * 512 * 128 + q * s * (128 + 64) + q * s * 128
+
+    assert mla.expands_from == 171
+    assert expanded(171, 128) < absorbed(171, 128) and expanded(170, 128) > absorbed(170, 128)
+    # Latents no larger than the heads' keys and values are never worth expanding.
+    assert MLA(0, 8, 16, 8, 16).expands_from > 10**9
 
 
 def test_a_fork_inside_a_block():

@@ -17,7 +17,8 @@ from jaxshare.models.experts import MixtureOfExperts
 from jaxshare.models.moe import MoE, route
 from jaxshare.models.ragged import ragged_product
 from jaxshare.models.tensor_parallel import logical_axes
-from jaxshare.pallas.device import H200, assume_device
+from jaxshare.pallas.device import H200, Device, assume_device
+from jaxshare.quantised import quantised
 from tests.helpers import TINY, mostly_slow
 
 WIDTH = 24
@@ -151,6 +152,26 @@ def test_rounded_parameters_and_tokens(dtype):
         out = apply(PLAIN, params, x[None], implementation=implementation)[0]
         assert out.dtype == dtype
         np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0, atol=0.06)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("form", mostly_slow(["gpt_oss", *FORMS]))
+def test_kernels_of_gpus(form):
+    """Interpreted; a kernel that reads no nf4 leaves the last product to XLA."""
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), made(form))
+    x = jnp.asarray(tokens(6), jnp.bfloat16)
+    down = quantised(np.asarray(params["down"]["kernel"]), "nf4")
+    with_nf4 = {**params, "down": {**params["down"], "kernel": jax.tree.map(jnp.asarray, down)}}
+    plain = {**params, "down": {**params["down"], "kernel": jnp.asarray(down.dequantised())}}
+    with assume_device(Device("interpreted", 90, 3, interpret=True)):
+        for given, right in ((params, params), (with_nf4, plain)):
+            lowered = apply.lower(FORMS[form], given, x[None], implementation="triton")
+            assert "expert_products" in lowered.as_text(debug_info=True)
+            out = lowered.compile()(given, x[None])[0]
+            expected = by_hand(FORMS[form], right, np.asarray(x, np.float32))
+            # Gate, up, their product and the output are rounded to 8 bits.
+            bound = 2**-6 * np.abs(expected).max()
+            np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("others", [0, 1, 11, 200])

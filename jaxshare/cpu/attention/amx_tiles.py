@@ -20,10 +20,11 @@ _TOTALS, _A, _B = range(4), 4, 5
 
 
 def write_amx_tiles(shape: Shape, call: Call) -> Code:
-    """tiles(work, query, queries, keys, values): takes the tiles of a segment into the sums of some
-    queries, of which there are places up to a multiple of 16."""
-    code = Code(call.module, call.machine, "amx_tiles", [PTR, I64, I64, PTR, PTR])
-    work, query, queries, keys, values = code.args
+    """tiles(work, query, queries, keys, values, scales): takes the tiles of a segment into the sums
+    of some queries, of which there are places up to a multiple of 16."""
+    types = [PTR, I64, I64, PTR, PTR, *shape.scale_types]
+    code = Code(call.module, call.machine, "amx_tiles", types)
+    work, query, queries, keys, values, *scales = code.args
     w = WORK.read_all(code, work)
     wide, padded = shape.padded(2 * _SIDE), shape.padded(_SIDE)
     columns, lines = code.array(BF16, wide * TILE), code.array(BF16, padded * TILE)
@@ -50,7 +51,8 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
                         part.set(code.select(seen, part.get(), -math.inf))
                 numbers = [part.get() for part in found]
                 top, total = (each + (at + row) * 4 for each in (w.tops, w.totals))
-                power, keep = write_softmax(code, numbers, top, total, True)
+                of_tile = [each + first * 4 for each in scales]
+                power, keep = write_softmax(code, numbers, top, total, True, of_tile)
                 for p, vector in enumerate(power):
                     target = weights + (row * TILE + p * _SIDE) * 2
                     code.store(code.narrowed(vector, BF16), target)

@@ -20,15 +20,17 @@ from jaxshare.cpu.attention.piece import write_piece
 from jaxshare.cpu.attention.work import WORK, Shape, write_lists
 from jaxshare.cpu.ir import I64, PTR, VOID
 from jaxshare.cpu.runtime import Call, register, served_dtypes
+from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised_cache import Arena
 
-_Q, _KEYS, _VALUES, _BLOCKS, _SEEN, _OFFSETS, _COS, _SIN = range(8)
-"""The arguments of a call."""
+_Q, _KEYS, _VALUES, _BLOCKS, _SEEN, _OFFSETS, _COS, _SIN, _KEY_SCALES, _VALUE_SCALES = range(10)
+"""The arguments of a call; the last two where keys and values are quantised."""
 
 
 def cpu_attention(
     q: Float[Array, "R T H D"],
-    keys: Float[Array, "K tokens D"],
-    values: Float[Array, "K tokens _"],
+    keys: Arena,
+    values: Arena,
     plan: Plan,
     scale: float,
     softcap: float = 0.0,
@@ -50,7 +52,11 @@ def cpu_attention(
     if not values.shape[2]:
         raise NotImplementedError("values are a part of keys")
     query, cache = served_dtypes(q.dtype, keys.dtype)
-    shape = Shape(q.shape[3], plan.query_cos.shape[-1], query, cache, scale)
+    codes, arenas, scales = "", [keys, values], []
+    if isinstance(keys, QuantisedTensor) and isinstance(values, QuantisedTensor):
+        codes, arenas = keys.format, [keys.codes, values.codes]
+        scales = [keys.scales, values.scales]
+    shape = Shape(q.shape[3], plan.query_cos.shape[-1], query, cache, scale, codes)
     axis = plan.token_sharding.axis
     has_lse = axis is not None
     name = f"attention.{shape.name}{'.lse' * has_lse}"
@@ -59,7 +65,8 @@ def cpu_attention(
     if has_lse:
         results.append(jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
     out, *lse = jax.ffi.ffi_call(target, results)(
-        q, keys, values, plan.blocks, plan.seen, plan.offsets, plan.query_cos, plan.query_sin
+        *(q, *arenas, plan.blocks, plan.seen, plan.offsets, plan.query_cos, plan.query_sin),
+        *scales,
     )
     return merge_over(axis, out, lse[0]).astype(q.dtype) if has_lse else out
 
@@ -74,6 +81,8 @@ def _write(shape: Shape, has_lse: bool, call: Call) -> None:
     WORK.write(code, work, group=heads // kv_heads, tokens=call.size(_KEYS, 1))
     WORK.write(code, work, slots=call.size(_BLOCKS, 1), out=call.result(0))
     arguments = {"q": _Q, "keys": _KEYS, "values": _VALUES, "seen": _SEEN, "offsets": _OFFSETS}
+    if shape.codes:
+        arguments |= {"key_scales": _KEY_SCALES, "value_scales": _VALUE_SCALES}
     for name, index in {**arguments, "cos": _COS, "sin": _SIN}.items():
         WORK.write(code, work, **{name: call.argument(index)})
     if has_lse:

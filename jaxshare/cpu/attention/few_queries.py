@@ -15,17 +15,21 @@ _LINE_BYTES = 64
 
 
 def write_few(shape: Shape, call: Call) -> Code:
-    """few(work, query, queries, keys, values, ahead...): takes a segment into the sums of 1 to FEW
-    queries. The last arguments are the keys, values and tokens of the segment that comes next."""
-    code = Code(call.module, call.machine, "few", [PTR, I64, I64, PTR, PTR, PTR, PTR, I64])
-    work, query, queries, keys, values, *ahead = code.args
+    """few(work, query, queries, keys, values, more...): takes a segment into the sums of 1 to FEW
+    queries. The last arguments are the keys, values and tokens of the segment that comes next, or
+    of quantised keys and values their scales."""
+    types = [PTR, I64, I64, PTR, PTR, *(shape.scale_types or [PTR, PTR, I64])]
+    code = Code(call.module, call.machine, "few", types)
+    work, query, queries, keys, values, *more = code.args
+    scales, ahead = (more, []) if shape.codes else ([], more)
     w = WORK.read_all(code, work)
     lanes = code.machine.lanes
     rounds = shape.dots_pairs(code.machine)
     line = shape.padded(2 * lanes) * 2 if rounds else shape.padded(lanes) * 4
     _, highest = seen_of(code, w, query, queries)
     # More are multiplied by the matrix unit, where it does that.
-    most = 1 if shape.uses_tiles(code.machine) and serves(shape) else FEW
+    multiplies = shape.uses_tiles(code.machine) and serves(shape) and not shape.codes
+    most = 1 if multiplies else FEW
     if most < FEW:
         with code.where(queries > most):
             code.call(write_few_tiles(shape, call), work, query, queries, keys, values, *ahead)
@@ -36,16 +40,18 @@ def write_few(shape: Shape, call: Call) -> Code:
             places = [w.queries + query * line, w.mixed + query * (shape.padded(lanes) * 4)]
             places += [each + query * 4 for each in (w.tops, w.totals, w.ends)]
             count = code.min(highest - first, TILE)
-            code.call(tile, *places, keys + start, values + start, first, count)
+            at = [each + first * 4 for each in scales]
+            code.call(tile, *places, keys + start, values + start, first, count, *at)
     code.give()
     return code
 
 
 def _write_tile(shape: Shape, call: Call, number: int) -> Code:
-    """few_tile(queries, mixed, tops, totals, ends, keys, values, first, count): takes the tokens of
-    a tile into the sums of so many queries."""
-    code = Code(call.module, call.machine, f"few_tile_{number}", [*[PTR] * 7, I64, I64])
-    queries, mixed, tops, totals, ends, keys, values, first, count = code.args
+    """few_tile(queries, mixed, tops, totals, ends, keys, values, first, count, scales): takes the
+    tokens of a tile into the sums of so many queries."""
+    types = [*[PTR] * 7, I64, I64, *shape.scale_types]
+    code = Code(call.module, call.machine, f"few_tile_{number}", types)
+    queries, mixed, tops, totals, ends, keys, values, first, count, *scales = code.args
     lanes = code.machine.lanes
     tile = (_PairTile if shape.dots_pairs(code.machine) else _FewTile)(shape, code, number)
     scores, weights = (code.array(F32, number * TILE) for _ in range(2))
@@ -68,7 +74,7 @@ def _write_tile(shape: Shape, call: Call, number: int) -> Code:
             products = code.load(scores + (i * TILE + p) * 4, F32, lanes)
             found.append(code.select(seen, products, -math.inf))
         is_short = shape.cache != "float32"
-        power, keep = write_softmax(code, found, tops + i * 4, totals + i * 4, is_short)
+        power, keep = write_softmax(code, found, tops + i * 4, totals + i * 4, is_short, scales)
         for p, part in enumerate(power):
             tile.store_weights(part, weights, i * TILE + p * lanes)
         keeps.append(code.splat(keep, lanes))

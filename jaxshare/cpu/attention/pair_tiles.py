@@ -19,9 +19,10 @@ _PAIRS = ir.VectorType(BF16, 2 * _SIDE)
 
 
 def write_pair_tiles(shape: Shape, call: Call) -> Code:
-    """tiles(work, query, queries, keys, values): takes the tiles of a segment into the sums of some
-    queries, of which there are places up to a round number."""
-    code = Code(call.module, call.machine, "pair_tiles", [PTR, I64, I64, PTR, PTR])
+    """tiles(work, query, queries, keys, values, scales): takes the tiles of a segment into the sums
+    of some queries, of which there are places up to a round number."""
+    types = [PTR, I64, I64, PTR, PTR, *shape.scale_types]
+    code = Code(call.module, call.machine, "pair_tiles", types)
     wide, padded = shape.padded(2 * _SIDE), shape.padded(_SIDE)
     columns, lines = code.array(BF16, wide * TILE), code.array(BF16, padded * TILE)
 
@@ -35,10 +36,11 @@ def write_pair_tiles(shape: Shape, call: Call) -> Code:
 
 
 def _write_block(shape: Shape, call: Call) -> Code:
-    """block(queries, mixed, tops, totals, ends, columns, lines, first, is_cut): takes a tile into
-    the sums of some queries."""
-    code = Code(call.module, call.machine, "pair_block", [*[PTR] * 7, I64, I64])
-    queries, mixed, tops, totals, ends, columns, lines, first, is_cut = code.args
+    """block(queries, mixed, tops, totals, ends, columns, lines, first, is_cut, scales): takes a tile
+    into the sums of some queries."""
+    types = [*[PTR] * 7, I64, I64, *shape.scale_types]
+    code = Code(call.module, call.machine, "pair_block", types)
+    queries, mixed, tops, totals, ends, columns, lines, first, is_cut, *scales = code.args
     wide, padded = shape.padded(2 * _SIDE), shape.padded(_SIDE)
     weights, keeps = code.array(BF16, AT_ONCE * TILE), []
     parts = range(TILE // _SIDE)
@@ -59,7 +61,7 @@ def _write_block(shape: Shape, call: Call) -> Code:
                 scores[i, p].set(code.select(seen, scores[i, p].get(), -math.inf))
     for i in range(AT_ONCE):
         found = [scores[i, p].get() for p in parts]
-        power, keep = write_softmax(code, found, tops + i * 4, totals + i * 4, True)
+        power, keep = write_softmax(code, found, tops + i * 4, totals + i * 4, True, scales)
         for p, vector in enumerate(power):
             target = weights + (i * TILE + p * _SIDE) * 2
             code.store(code.narrowed(vector, BF16), target)

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from jaxshare.cpu.attention.amx_tiles import write_amx_tiles
+from jaxshare.cpu.attention.codes import widened_segment
 from jaxshare.cpu.attention.few_queries import write_few
 from jaxshare.cpu.attention.pair_tiles import write_pair_tiles
 from jaxshare.cpu.attention.tiles import write_tiles
@@ -17,7 +18,7 @@ from jaxshare.cpu.attention.work import (
     queries_at_once,
     rounded,
 )
-from jaxshare.cpu.ir import BYTES, F32, I32, I64, PTR, Code, Val
+from jaxshare.cpu.ir import BYTES, F32, I32, I64, PTR, VOID, Code, Val
 from jaxshare.cpu.runtime import Call, begin_task
 
 _LOG2_E = math.log2(math.e)
@@ -37,12 +38,22 @@ def write_piece(shape: Shape, call: Call) -> Code:
     kv_head = index % w.kv_heads
     query = kv_head * w.num_queries + item.query
     count = item.readers * w.width * w.group
+    is_few = count <= FEW
+    prepared = kv_head, query, item.first, item.reader, item.readers
+    if shape.codes:
+        start = _start(code, w, item, kv_head)
+        for condition, first, read in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
+            with code.where(condition):
+                code.call(first, work, *prepared)
+                segment = widened_segment(shape, code, w, start, item.tokens)
+                code.call(read, work, query, count, *segment)
+                code.external("free", VOID, segment[0])
+        code.give()
+        return code
     keys, values = _places(shape, code, w, item, kv_head)
     after = code.min(index + 1, w.num_items * w.kv_heads - 1)
     following = ITEM.read_all(code, w.items + after // w.kv_heads * ITEM.bytes)
     ahead = *_places(shape, code, w, following, after % w.kv_heads), following.tokens
-    is_few = count <= FEW
-    prepared = kv_head, query, item.first, item.reader, item.readers
     with code.where(is_few):
         code.call(prepare, work, *prepared)
         code.call(few, work, query, count, keys, values, *ahead)
@@ -55,8 +66,13 @@ def write_piece(shape: Shape, call: Call) -> Code:
 
 def _places(shape: Shape, code: Code, w: Any, item: Any, kv_head: Val) -> tuple[Val, Val]:
     """Where the keys and the values of a segment begin, for one kv head."""
-    start = kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
+    start = _start(code, w, item, kv_head)
     return w.keys + start * shape.token_bytes, w.values + start * shape.token_bytes
+
+
+def _start(code: Code, w: Any, item: Any, kv_head: Val) -> Val:
+    """The first token of a segment, for one kv head, counted over all of the arena's."""
+    return kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
 
 
 def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:

@@ -1,7 +1,7 @@
 """Scores, softmax and mixing of many queries with the vector unit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
@@ -16,9 +16,10 @@ AT_ONCE = FEW
 
 
 def write_tiles(shape: Shape, call: Call) -> Code:
-    """tiles(work, query, queries, keys, values): takes the tiles of a segment into the sums of some
-    queries, of which there are places up to a round number."""
-    code = Code(call.module, call.machine, "tiles", [PTR, I64, I64, PTR, PTR])
+    """tiles(work, query, queries, keys, values, scales): takes the tiles of a segment into the sums
+    of some queries, of which there are places up to a round number."""
+    types = [PTR, I64, I64, PTR, PTR, *shape.scale_types]
+    code = Code(call.module, call.machine, "tiles", types)
     padded = shape.padded(code.machine.lanes)
     # The keys of a tile are transposed, so that a vector has the scores of several tokens.
     columns, lines = code.array(F32, padded * TILE), code.array(F32, padded * TILE)
@@ -49,7 +50,7 @@ def for_tiles(
       tile: where the keys and values of a tile are put.
       read: puts them there: (keys, values, their number).
     """
-    work, query, queries, keys, values = code.args
+    work, query, queries, keys, values, *scales = code.args
     w = WORK.read_all(code, work)
     padded = shape.padded(code.machine.lanes)
     lowest, highest = seen_of(code, w, query, queries)
@@ -61,7 +62,7 @@ def for_tiles(
             at = query + i
             places = [w.queries + at * query_bytes, w.mixed + at * (padded * 4)]
             places += [each + at * 4 for each in (w.tops, w.totals, w.ends)]
-            code.call(block, *places, *tile, first, is_cut)
+            code.call(block, *places, *tile, first, is_cut, *(each + first * 4 for each in scales))
 
 
 def seen_of(code: Code, w: Any, query: Val, queries: Val) -> tuple[Val, Val]:
@@ -105,10 +106,11 @@ def _widen(shape: Shape, code: Code, values: Val, count: Val, target: Val) -> No
 
 
 def _write_block(shape: Shape, call: Call) -> Code:
-    """block(queries, mixed, tops, totals, ends, columns, lines, first, is_cut): takes a tile into
-    the sums of some queries."""
-    code = Code(call.module, call.machine, "block", [*[PTR] * 7, I64, I64])
-    queries, mixed, tops, totals, ends, columns, lines, first, is_cut = code.args
+    """block(queries, mixed, tops, totals, ends, columns, lines, first, is_cut, scales): takes a tile
+    into the sums of some queries."""
+    types = [*[PTR] * 7, I64, I64, *shape.scale_types]
+    code = Code(call.module, call.machine, "block", types)
+    queries, mixed, tops, totals, ends, columns, lines, first, is_cut, *of_tile = code.args
     lanes, padded = code.machine.lanes, shape.padded(code.machine.lanes)
     parts = range(0, TILE, lanes)
     # As many queries at once as there are registers for their scores.
@@ -132,7 +134,8 @@ def _write_block(shape: Shape, call: Call) -> Code:
         for i in chosen:
             found = [scores[i, p].get() for p in parts]
             is_short = shape.cache != "float32"
-            power, keep = write_softmax(code, found, tops + i * 4, totals + i * 4, is_short)
+            sums = tops + i * 4, totals + i * 4
+            power, keep = write_softmax(code, found, *sums, is_short, of_tile)
             for p, vector in zip(parts, power, strict=True):
                 code.store(vector, weights + (i * TILE + p) * 4)
             code.store(keep, scales + i * 4)
@@ -142,14 +145,26 @@ def _write_block(shape: Shape, call: Call) -> Code:
 
 
 def write_softmax(
-    code: Code, scores: list[Val], top: Val, total: Val, is_short: bool
+    code: Code, scores: list[Val], top: Val, total: Val, is_short: bool, scales: Sequence[Val] = ()
 ) -> tuple[list[Val], Val]:
     """Takes scores into a query's running softmax, whose largest score and total are in memory.
+
+    Args:
+      code: of the function.
+      scores: of the tokens of a tile.
+      top, total: where those are.
+      is_short: the weights are rounded.
+      scales: where the scales of the tile's keys and values are, if these are codes.
 
     Returns:
       The weights, and the factor of what was mixed before.
     """
     lanes = code.machine.lanes
+
+    def scaled(numbers: list[Val], place: Val) -> list[Val]:
+        return [x * code.load(place + i * (lanes * 4), F32, lanes) for i, x in enumerate(numbers)]
+
+    scores = scaled(scores, scales[0]) if scales else scores
     before = code.load(top, F32)
     largest = code.max(before, reduced(folded(scores, code.max), code.max))
     under = code.select(largest > -math.inf, largest, code.constant(0.0, F32))
@@ -158,7 +173,7 @@ def write_softmax(
     added = reduced(folded(power, lambda a, b: a + b), lambda a, b: a + b)
     code.store(code.load(total, F32) * keep + added, total)
     code.store(largest, top)
-    return power, keep
+    return scaled(power, scales[1]) if scales else power, keep
 
 
 def _mix(code: Code, mixed: Val, weights: Val, scales: Val, lines: Val, padded: int) -> None:

@@ -24,6 +24,8 @@ class Shape:
       pairs: P.
       query, cache: the dtypes of queries and results, and of keys and values.
       scale: of the scores.
+      codes: the format of keys and values that are quantised, or "". Their codes are then converted
+        to `cache`, a segment at a time, and their scales go with them.
     """
 
     dim: int
@@ -31,10 +33,17 @@ class Shape:
     query: str
     cache: str
     scale: float
+    codes: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.dim}.{self.pairs}.{self.query}.{self.cache}.{self.scale.hex()}"
+        name = f"{self.dim}.{self.pairs}.{self.query}.{self.cache}.{self.scale.hex()}"
+        return name + f".{self.codes}" * bool(self.codes)
+
+    @property
+    def scale_types(self) -> list[ir.Type]:
+        """The types of the arguments that say where the scales of keys and values are."""
+        return [PTR, PTR] if self.codes else []
 
     @property
     def query_kind(self) -> ir.Type:
@@ -67,6 +76,7 @@ WORK = Record(
     ("rows", "width", "heads", "kv_heads", "group", "slots", "tokens", "num_items", "num_queries"),
     (
         *("q", "keys", "values", "seen", "offsets", "cos", "sin", "out", "lse"),
+        *("key_scales", "value_scales"),
         # Listed blocks in the order of the blocks, and what is needed of each of them to merge.
         *("order", "pairs", "items"),
         # For each kv head and query: the rotated query, the largest score, the sum of the weights,

@@ -2,7 +2,7 @@
 One JSON object a line, in on stdin, out on stdout.
 
     (at the start)                                  -> versions
-    {"do": "load", "folder": PATH, "threads": N}    -> system: what llama.cpp was compiled for
+    {"do": "load", "folder": PATH, "threads": N}    -> system: what llama.cpp was compiled for; "kind": "Q8_0", say, quantises
     {"do": "open", "rows": R, "tokens": N, "flash": BOOL, "unified": BOOL}
                                                     -> nothing: room for R sequences of N tokens
     {"do": "prefill", "tokens": [[...], ...], "share": BOOL}
@@ -32,14 +32,14 @@ _BATCH = 2048
 class LlamaSession:
     """The model, and the batch that is being decoded."""
 
-    def load(self, folder: str, threads: int) -> dict[str, Any]:
+    def load(self, folder: str, threads: int, kind: str = "") -> dict[str, Any]:
         import llama_cpp
 
         self._c, self._threads, self._context = llama_cpp, threads, None
         llama_cpp.llama_backend_init()
         with tempfile.TemporaryDirectory() as temporary:
             file = Path(temporary) / "model.gguf"
-            write(Path(folder), file)
+            write(Path(folder), file, kind)
             parameters = llama_cpp.llama_model_default_params()
             parameters.use_mmap = False
             self._model = llama_cpp.llama_model_load_from_file(bytes(file), parameters)

@@ -26,8 +26,14 @@ _NAMES = {
 }
 
 
-def write(folder: Path, file: Path) -> None:
-    """Writes the checkpoint in a folder as a GGUF file."""
+def write(folder: Path, file: Path, kind: str = "") -> None:
+    """Writes the checkpoint in a folder as a GGUF file.
+
+    Args:
+      folder: has the checkpoint.
+      file: is written.
+      kind: that all matrices are quantised to, by gguf's name; "" for none.
+    """
     import gguf
     import numpy as np
     from safetensors import deserialize
@@ -49,21 +55,24 @@ def write(folder: Path, file: Path) -> None:
     tensors = deserialize((folder / "model.safetensors").read_bytes())
     is_float32 = tensors[0][1]["dtype"] == "F32"
     kinds = gguf.LlamaFileType
-    writer.add_file_type(kinds.ALL_F32 if is_float32 else kinds.MOSTLY_BF16)
+    types = gguf.GGMLQuantizationType
+    whole = kinds.ALL_F32 if is_float32 else kinds.MOSTLY_BF16
+    writer.add_file_type(kinds[f"MOSTLY_{kind}"] if kind else whole)
     _add_tokenizer(writer, folder / "tokenizer.json", config["vocab_size"])
     for name, tensor in tensors:
-        kind = np.float32 if is_float32 else np.uint16
-        bits = np.frombuffer(tensor["data"], kind).reshape(tensor["shape"])
+        dtype = np.float32 if is_float32 else np.uint16
+        bits = np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"])
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if part in name:
                 bits = _paired(bits, config[heads])
-        if is_float32:
-            writer.add_tensor(_renamed(name), bits)
-        elif bits.ndim == 1:  # llama.cpp has these in float32
-            writer.add_tensor(_renamed(name), (bits.astype(np.uint32) << 16).view(np.float32))
+        exact = bits if is_float32 else (bits.astype(np.uint32) << 16).view(np.float32)
+        if kind and bits.ndim > 1:
+            packed = gguf.quants.quantize(exact, types[kind])
+            writer.add_tensor(_renamed(name), packed, raw_dtype=types[kind])
+        elif is_float32 or bits.ndim == 1:  # llama.cpp has vectors in float32
+            writer.add_tensor(_renamed(name), exact)
         else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(_renamed(name), bits.view(np.uint8), raw_dtype=kind)
+            writer.add_tensor(_renamed(name), bits.view(np.uint8), raw_dtype=types.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -173,7 +173,9 @@ def run(options: argparse.Namespace) -> int:
     mesh = process_mesh.mesh_of(options)
 
     def load() -> LoadedModel:
-        return models.load(options.model, dtype=options.dtype, mesh=mesh)
+        return models.load(
+            options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
+        )
 
     return run_evaluation(options, sampling, workers, budgets, load, runs.execute)
 

@@ -47,6 +47,8 @@ class Shape:
     factor: float = 1.0
     groups: tuple[int, ...] = ()
     scoring: Scoring = PLAIN
+    latent: bool = False
+    """A token's value is the part of its key that is not rotated, and not stored."""
 
     @property
     def rope(self) -> Rope:
@@ -139,6 +141,11 @@ def place(shape: Shape, case: Case):
         return np.asarray(jnp.asarray(rng.normal(size=size), shape.dtype), np.float64)
 
     keys, values = ([rounded(n, shape.kv_heads, shape.dim) for n in case.lengths] for _ in range(2))
+
+    def of_keys(k: np.ndarray) -> np.ndarray:
+        return k[..., shape.rotary :]
+
+    values = [of_keys(k) for k in keys] if shape.latent else values
     grown = list(case.lengths)
     for row, c in zip(case.rows, case.count, strict=True):
         if row:
@@ -150,7 +157,7 @@ def place(shape: Shape, case: Case):
     assert at <= shape.arena
     cache = cache_with(
         keys,
-        values,
+        [v[..., :0] for v in values] if shape.latent else values,
         rope=shape.rope,
         offsets=offsets,
         capacities=grown,
@@ -162,12 +169,14 @@ def place(shape: Shape, case: Case):
         rounded(shape.rows, shape.width, n, shape.dim)
         for n in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
+    v = of_keys(k) if shape.latent else v
     shelf = Shelf([list(zip(k_, v_, strict=True)) for k_, v_ in zip(keys, values, strict=True)])
     shelf.append(case.rows, case.count, k, v)
     scale = shape.dim**-0.5
     expected = shelf.attend(case.rows, case.count, q, shape.rope, scale, shape.scoring)
     count = jnp.asarray(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
     layout = dataclasses.replace(pad_rows(case.rows, shape.rows, shape.listed), groups=shape.groups)
+    v = v[..., :0] if shape.latent else v
     return (cache, layout, count, *(jnp.asarray(x, shape.dtype) for x in (q, k, v))), expected
 
 

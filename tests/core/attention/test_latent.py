@@ -12,6 +12,8 @@ import pytest
 
 from jaxshare import KVCache, Layout, Rope, arena, block_attention, cpu, make_plan
 from jaxshare.attention.api import BACKENDS
+from jaxshare.attention.expansion import HeadMakers
+from jaxshare.pallas.device import H200, assume_device
 from tests.helpers import mostly_slow, pad_rows, rotated, softmax_attention
 
 ROTARY, LATENT, HEADS, SCALE = 8, 12, 5, 0.4
@@ -206,6 +208,30 @@ def test_backends_with_kernels_say_that_they_cannot(name):
     q = jnp.ones((1, 1, HEADS, ROTARY + LATENT))
     with pytest.raises(NotImplementedError):
         BACKENDS[name](q, cache.keys[0], cache.values[0], plan, SCALE)
+
+
+@pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
+def test_gpu_backends_name_the_latents_that_they_take(name):
+    cache = Latents(jnp.bfloat16).cache
+    plan = make_plan(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)
+    q = jnp.ones((1, 1, HEADS, ROTARY + LATENT), jnp.bfloat16)
+    why = "where values are a part of keys its head dims are 576 with 512 of values; this one is 20"
+    with assume_device(H200), pytest.raises(NotImplementedError, match=why):
+        BACKENDS[name](q, cache.keys[0], cache.values[0], plan, SCALE)
+
+
+def test_makers_that_do_not_fit_are_refused():
+    cache = KVCache.create(Config(), (9,), jnp.float32)
+    plan = make_plan(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
+    arenas, q = (cache.keys[0], cache.values[0]), jnp.ones((1, 1, HEADS, ROTARY + 3))
+    fit = HeadMakers(jnp.ones((HEADS, 3, LATENT)), jnp.ones((HEADS, 2, LATENT)))
+    assert block_attention(q, *arenas, plan, makers=fit, implementation="xla").shape[3] == 2
+    with pytest.raises(NotImplementedError, match="reference: it makes no keys and values"):
+        block_attention(q, *arenas, plan, makers=fit, implementation="reference")
+    for keys, values in [((HEADS, 4, LATENT), (HEADS, 2, LATENT)), ((4, 3, LATENT),) * 2]:
+        makers = HeadMakers(jnp.ones(keys), jnp.ones(values))
+        with pytest.raises(ValueError, match="the arena must be"):
+            block_attention(q, *arenas, plan, makers=makers)
 
 
 @pytest.mark.parametrize("shape", [(1, 9, 12), (1, 8, 0), (2, 9, 0), (1, 9)])

@@ -12,7 +12,7 @@ from jaxshare import cpu
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
 
-from jaxshare.cpu.matrices.experts import cpu_expert_products
+from jaxshare.cpu.experts.call import cpu_expert_products
 
 EPSILON = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
 """Half the distance from 1 to the next number."""
@@ -61,11 +61,24 @@ def test_products_with_the_matrices_of_experts(rows, share, shape, dtype, result
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_bits_of_a_row_are_the_same_beside_any_others(dtype):
-    x, expert, kernels = operands(67, 2, (4, 21, 50), dtype, 3)
+@pytest.mark.parametrize("rows", [5, 67])  # of both kinds, where there is a matrix unit
+def test_the_bits_of_a_row_are_the_same_beside_any_others(dtype, rows):
+    x, expert, kernels = operands(rows, 2, (4, 21, 50), dtype, 3)
     whole = multiplied(x, expert, kernels, "float32")[0]
-    for start, count in ((0, 1), (3, 2), (64, 3), (1, 66)):
+    for start, count in ((0, 1), (3, 2), (1, rows - 1)):
         some = slice(start, start + count)
+        alone = jnp.full_like(expert, -1).at[some].set(expert[some])
+        crowded = jnp.full_like(expert, 1).at[some].set(expert[some])
+        used = np.asarray(expert[some]) >= 0
+        for others in (alone, crowded):
+            part = multiplied(x, others, kernels, "float32")[0]
+            assert np.array_equal(np.asarray(whole[some])[used], np.asarray(part[some])[used])
+
+
+def test_few_rows_are_the_same_whatever_their_number():
+    x, expert, kernels = operands(7, 2, (4, 21, 50), "bfloat16", 3)
+    whole = multiplied(x, expert, kernels, "float32")[0]
+    for some in (slice(0, 1), slice(3, 5), slice(1, 7)):
         part = multiplied(x[some], expert[some], kernels, "float32")[0]
         used = np.asarray(expert[some]) >= 0
         assert np.array_equal(np.asarray(whole[some])[used], np.asarray(part)[used])

@@ -56,7 +56,8 @@ def compare_spread(
 
     def dealt(arena, spec):
         """A device's part: every `devices`-th stripe."""
-        stripes = arena.reshape(arena.shape[0], -1, devices, STRIPE, arena.shape[2])
+        turns = arena.shape[1] // devices // STRIPE
+        stripes = arena.reshape(arena.shape[0], turns, devices, STRIPE, arena.shape[2])
         return jax.device_put(
             stripes.swapaxes(1, 2).reshape(arena.shape), NamedSharding(mesh, spec)
         )

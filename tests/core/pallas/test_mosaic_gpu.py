@@ -17,12 +17,13 @@ from jaxshare import block_attention, cpu, make_plan
 from jaxshare.attention.api import preferred
 from jaxshare.pallas import merge_mosaic_gpu
 from jaxshare.pallas.device import H200, Device, assume_device
+from jaxshare.pallas.head_dims import HEAD_DIMS
 from jaxshare.pallas.kernel_mosaic_gpu import INTERPRETER_LACKS
-from jaxshare.pallas.tiles import HEAD_DIMS, MosaicTiles, use_tiles
+from jaxshare.pallas.tiles import MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, TOLERANCE, case, compare
-from tests.helpers import Scoring
+from tests.helpers import Scoring, mostly_slow
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 """Two work items, so that most cuts fall inside blocks."""
@@ -126,6 +127,50 @@ def test_softcaps():
 def test_softcaps_of_wide_heads():
     shape = dataclasses.replace(DECODE, dim=256, rotary=256, scoring=Scoring(100, 3.0))
     check(shape, case([[0, 2], [1, 0], [3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
+
+
+LATENT = Shape(
+    rows=2,
+    width=1,
+    listed=2,
+    blocks=3,
+    heads=16,
+    kv_heads=1,
+    dim=576,
+    arena=512,
+    rotary=64,
+    dtype=jnp.bfloat16,
+    latent=True,
+)
+"""DeepSeek-V3's heads on one of eight devices: values are keys without what is rotated."""
+
+
+@pytest.mark.parametrize(
+    "more",
+    mostly_slow(
+        [
+            dict(),
+            dict(width=3, heads=5, dtype=jnp.float16),
+            dict(heads=128),
+            dict(width=40, heads=2),
+            dict(scoring=Scoring(100, 3.0, (1.0, -np.inf) * 8)),
+        ]
+    ),
+    ids=str,
+)
+def test_values_that_are_a_part_of_keys(more):
+    shape = dataclasses.replace(LATENT, **more)
+    check(
+        shape,
+        case([[0, 1], [0, 2]], [shape.width, 1], [150, 66, 0], gaps=[1, 0, 3], phases=[0, 5, 0]),
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=15)
+@given(cases(LATENT, lengths=SOME_LENGTHS))
+def test_many_layouts_of_latents(case):
+    check(LATENT, case)
 
 
 WINDOW = dataclasses.replace(DECODE, scoring=Scoring(window=70))
@@ -329,7 +374,8 @@ def call():
             "compute capability 9.0, and NVIDIA B200 has 10.0",
         ),
         (dict(dtype=jnp.float32), "the cache must be bfloat16 or float16, not float32"),
-        (dict(dim=72), "the head dim is 72, but it must be one of 64, 80, 96, 128, 192, 256"),
+        (dict(dim=72), "its head dims are 64, 80, 96, 128, 192, 256; this one is 72"),
+        (dict(dim=576), "its head dims are 64, 80, 96, 128, 192, 256; this one is 576"),
         (dict(heads=129), "129 query heads share a kv head, but it takes at most 128"),
     ],
 )

@@ -23,6 +23,8 @@ from jaxshare.pallas.tiles import (
 from jaxshare.paths import cache_folder, write_json
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+LATENT = 576
+"""Entries of a key that has its value in it."""
 QUERIES = (1, 4, 16, 17, 64, 512, 2047, 2048, 8192, 10**6)
 DEVICES = {
     Device("A100", 80, 108): 166_912,
@@ -52,7 +54,11 @@ def mosaic_buffers(choice: MosaicTiles, dim: int) -> int:
 
 
 def triton_buffers(choice: TritonTiles, dim: int) -> int:
-    """An upper bound of the same, heads padded to a power of two."""
+    """An upper bound of the same, heads padded to a power of two or, of latents, cut into powers of
+    two."""
+    if dim == LATENT:
+        keys = np.empty((choice.num_stages, choice.tile, dim), np.float16)
+        return keys.nbytes + np.empty((choice.span, dim), np.float16).nbytes
     columns = next(power for power in (64, 128, 256) if power >= dim)
     stage = np.empty((2, choice.tile, columns), np.float16)
     return choice.num_stages * stage.nbytes + np.empty((choice.span, columns), np.float16).nbytes
@@ -75,7 +81,7 @@ def test_mosaic_tiles_fit_a_hopper_gpu():
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.kind)
 def test_triton_tiles_fit(device):
-    for dim, queries in itertools.product(HEAD_DIMS, QUERIES):
+    for dim, queries in itertools.product((*HEAD_DIMS, LATENT), QUERIES):
         found, built_in = (
             tiles.candidates_triton(device, dim, queries),
             choose_triton(device, dim, 8, queries, "bfloat16"),
@@ -92,6 +98,24 @@ def test_triton_tiles_fit(device):
                 and at_once * choice.num_warps <= 16
             )
         assert max(choice.span for choice in found) <= max(16, 2 * queries)
+
+
+def test_mosaic_tiles_of_latents_fit_a_hopper_gpu():
+    found = tiles.candidates_mosaic(LATENT)
+    assert len(set(found)) == len(found) >= 1
+    for choice in [*found, *(choose_mosaic(H200, LATENT, 16, n, "bfloat16") for n in QUERIES)]:
+        half = np.dtype(np.float16)
+        buffers = [
+            np.empty((choice.query_stages, 64, LATENT), half),
+            np.empty((choice.stages, choice.tile, LATENT), half),
+            np.empty((64, choice.tile), half),
+            np.empty(64, np.float32),
+            np.empty(2 * choice.query_stages + 2 * choice.stages + 2, np.int64),
+        ]
+        assert sum(-(-buffer.nbytes // 128) * 128 for buffer in buffers) <= 232_448
+        assert choice.tile % 64 == 0 and choice.stages >= 2
+        # Half of the results of 64 queries, and scores, in the registers of 128 threads.
+        assert 64 * (choice.tile + choice.tile // 2 + 256) / 128 <= 180
 
 
 def test_many_queries_get_larger_tiles():

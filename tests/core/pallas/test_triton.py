@@ -16,7 +16,8 @@ from hypothesis import given, settings
 
 from jaxshare import block_attention, make_plan
 from jaxshare.pallas.device import H200, Device, assume_device
-from jaxshare.pallas.tiles import HEAD_DIMS, TritonTiles, use_tiles
+from jaxshare.pallas.head_dims import HEAD_DIMS
+from jaxshare.pallas.tiles import TritonTiles, use_tiles
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import SOME_LENGTHS, case, compare, compare_spread
 from tests.helpers import Scoring, mostly_slow
@@ -195,6 +196,56 @@ def test_every_head_dim(dim):
     check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0]))
 
 
+LATENT = Shape(
+    rows=2,
+    width=1,
+    listed=2,
+    blocks=3,
+    heads=16,
+    kv_heads=1,
+    dim=576,
+    arena=512,
+    rotary=64,
+    dtype=jnp.bfloat16,
+    latent=True,
+)
+"""DeepSeek-V3's heads on one of eight devices: values are keys without what is rotated."""
+
+
+@pytest.mark.parametrize(
+    "more",
+    mostly_slow(
+        [
+            dict(),
+            dict(width=3, heads=5, dtype=jnp.float16),
+            dict(heads=128),
+            dict(width=40, heads=2),
+        ]
+    ),
+    ids=str,
+)
+def test_values_that_are_a_part_of_keys(more):
+    shape = dataclasses.replace(LATENT, **more)
+    check(
+        shape,
+        case([[0, 1], [0, 2]], [shape.width, 1], [150, 66, 0], gaps=[1, 0, 3], phases=[0, 5, 0]),
+    )
+
+
+@pytest.mark.slow
+def test_latents_with_all_that_is_done_to_scores():
+    shape = dataclasses.replace(LATENT, scoring=Scoring(100, 3.0, (1.0, -math.inf) * 8))
+    check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0]))
+
+
+@pytest.mark.slow
+def test_latents_that_are_spread_over_devices():
+    shape = dataclasses.replace(LATENT, arena=1024)
+    compare_spread(
+        "triton", INTERPRETED, shape, case([[0, 1], [2]], [1, 1], [400, 66, 3], gaps=[1, 0, 7]), 2
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [*range(1, 17), 24, 71, 128])
 def test_every_number_of_query_heads(group):
@@ -286,6 +337,7 @@ def call():
         ),
         (dict(dtype=jnp.float32), "its caches are bfloat16 or float16; this one is float32"),
         (dict(dim=72), "its head dims are 64, 80, 96, 128, 192, 256; this one is 72"),
+        (dict(dim=576), "its head dims are 64, 80, 96, 128, 192, 256; this one is 576"),
         (dict(heads=129), "it takes up to 128 query heads for each kv head; here are 129"),
     ],
 )

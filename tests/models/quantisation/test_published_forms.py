@@ -25,6 +25,8 @@ CASES = {
     "fp8_blocks_deepseek_v3": "fp8",
     "w4a16_glm4": "int4",
     "w8a8_llama": "int8",
+    "bitsandbytes_nf4_llama": "nf4",
+    "bitsandbytes_int8_qwen2": "int8",
     "gptq_8_bits_llama": "int8",
     "fp8_tensors_llama": "fp8",
     "w4a16_ordered_llama": "int4",

@@ -464,6 +464,7 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
         generation=Generation(),
         params={"some": np.zeros(1, np.float32)},
         fingerprint="one",
+        approximate_kv=None,
         tokenizer=None,
     )
     run.model, run.folder, run.out = model, folder, folder / "out"

@@ -1,0 +1,1 @@
+"""Products of rows with quantised matrices on a CPU."""
