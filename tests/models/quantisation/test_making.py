@@ -58,7 +58,7 @@ def tiny(folder, **changes):
             if part.name.endswith("norm.weight"):
                 value = np.ones(part.shape)
             if part.name.endswith("layernorm.weight"):
-                value[LOUD] = 30
+                value[[channel for channel in LOUD if channel < value.size]] = 30
             tensors[part.name] = value.astype(jnp.dtype(settings["dtype"]))
     save_file(tensors, folder / "model.safetensors")
     return folder
