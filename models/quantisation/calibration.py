@@ -80,7 +80,8 @@ def _run(
     watched: bool,
 ) -> tuple[Float[Array, "R T M"], Mapping[str, Any]]:
     def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
-        return causal_attention(q, k, v, sinks, config, form)
+        with jax.numpy_dtype_promotion("standard"):  # of scores in bfloat16 and a mask in float32
+            return causal_attention(q, k, v, sinks, config, form)
 
     layer = Layer(config, form=form)
     if not watched:
