@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from jaxshare.cpu import Implementation
 from jaxshare.models.expert_parallel import TokenShare
-from jaxshare.models.linear import Linear, Weight, projections, weight
+from jaxshare.models.linear import Linear, Weight, keep_inputs, projections, weight
 from jaxshare.models.moe import MoE, route
 from jaxshare.models.packed import GATE_UP
 from jaxshare.models.ragged import expert_products, ragged_product, sorted_products
@@ -97,6 +97,7 @@ class MixtureOfExperts(nn.Module):
             sorted_x, chosen = x[order // moe.top_k], expert.reshape(-1)[order]
             g, u = (ragged_product(sorted_x, kernel, sizes, x.dtype) for kernel in kernels[:2])
             hidden = _activated(g, u, gate[1], up[1], chosen, moe)
+            keep_inputs(self, "experts", (sorted_x, hidden, sizes))
             found = ragged_product(hidden, kernels[2], sizes, jnp.float32)
             places = jnp.argsort(order)
             y = found[places].reshape(tokens, moe.top_k, width)

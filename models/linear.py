@@ -22,6 +22,9 @@ from jaxshare.sharding import Axis, psum
 Weight = Float[Array, "..."] | QuantisedTensor
 """The kernel of a product, or a table of embeddings."""
 
+INPUTS = "inputs"
+"""The collection in which linear layers keep their inputs where it is mutable."""
+
 
 def weight(
     module: nn.Module, name: str, init: Callable[..., Any], shape: tuple[int, ...]
@@ -98,6 +101,12 @@ class Embedding(nn.Module):
         return weight(self, "embedding", init, (self.num_embeddings, self.features))
 
 
+def keep_inputs(module: nn.Module, name: str, inputs: Any) -> None:
+    """Keeps what a module gets in `INPUTS`, where that collection is mutable."""
+    if not module.is_initializing():  # when all are
+        module.sow(INPUTS, name, inputs)
+
+
 def dequantised(value: Weight, dtype: jax.typing.DTypeLike | None = None) -> Float[Array, "..."]:
     """Returns plain numbers, of this dtype or of the weight's own."""
     if isinstance(value, QuantisedTensor):
@@ -110,6 +119,8 @@ def linears(x: Float[Array, "... in"], modules: Sequence[Linear]) -> list[Float[
     there is a kernel for that."""
     first = modules[0]
     dtype = first.dtype or x.dtype
+    for each in modules:
+        keep_inputs(each, "x", x)
     kernels, biases = zip(*(each.parameters(x.shape[-1]) for each in modules), strict=True)
     # Parts on several devices are summed before they are rounded, so that a split model equals the
     # whole one up to the order of the sum.
@@ -170,6 +181,9 @@ def product(x: Float[Array, "... in"], kernel: Weight) -> Float32[Array, "... ou
     # path.
     single = flat.shape[0] == 1 and x.dtype != jnp.float32
     rows = jnp.concatenate([flat, flat]) if single else flat
+    if isinstance(kernel, QuantisedTensor):
+        # XLA would dequantise the matrices of all layers first, which need nothing but parameters.
+        kernel, rows = jax.lax.optimization_barrier((kernel, rows))
     y = jax.lax.dot_general(
         rows,
         dequantised(kernel, x.dtype),

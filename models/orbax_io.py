@@ -6,13 +6,9 @@ each, so a model that no host could hold can be restored. A folder is written un
 and renamed at the end, so that it is never incomplete.
 """
 
-import errno
+import contextlib
 import json
-import os
-import re
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Float
-from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jaxshare import paths, sharding
+from jaxshare import sharding
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.config_fields import read_json
+from jaxshare.models.model_folder import check_folders, new_folder, umask
 from jaxshare.models.orbax_reading import root_cause, waiting_for_reads
 from jaxshare.models.quantisation.saved import as_saved, parameters_of, restored
 from jaxshare.models.quantisation.settings import quantisation_of
@@ -55,17 +51,6 @@ from jaxshare.quantised import QuantisedTensor, is_quantised
 PARAMS = "params"
 _MAX_SHARD_BYTES = 5 * 10**9
 """The largest safetensors file that is written, as in the Hugging Face libraries."""
-_WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".msgpack",
-    ".h5",
-    INDEX.rpartition("/")[2],
-)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -91,43 +76,19 @@ def convert(source: Path, target: Path) -> dict[str, Any]:
         parameters in Orbax form, for which there is no Hugging Face form.
       WriteError: the target cannot be written; nothing of it is left.
     """
-    if target.exists():
-        raise ValueError(f"{target} exists; give a folder that does not, or delete it first")
-    if not (source / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{source} has no config.json: a model folder holds config.json and model.safetensors, "
-            f"or {PARAMS} as `jaxshare convert` writes it"
-        )
+    check_folders(source, target)
     config = ModelConfig.from_json(source)
     from_orbax = is_checkpoint(source)
     read = _read_orbax if from_orbax else _read_safetensors
     tensors: Iterator[tuple[str, Any]] = read(source, config)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise ValueError(f"{target} cannot be written ({error}); give a place that can") from error
-    try:
-        partial.chmod(0o777 & ~_umask())
-        for file in source.iterdir():
-            is_weights = file.name.endswith(_WEIGHT_SUFFIXES)
-            if file.is_file() and not is_weights and not file.name.startswith("."):
-                shutil.copyfile(file, partial / file.name)
+    with new_folder(source, target) as partial:
         if from_orbax:
             _remove_quantization(partial / "config.json")
         sizes = (
-            _write_safetensors(partial, tensors)
+            write_safetensors(partial, tensors)
             if from_orbax
-            else _write_orbax(partial, tensors, config)
+            else write_orbax(partial, tensors, config)
         )
-        paths.sync_tree(partial)
-        os.rename(partial, target)
-        paths.sync_folder(target.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if failed := _write_failure(error):
-            raise paths.WriteError.of(target, failed) from error
-        raise
     form = "huggingface" if from_orbax else "orbax"
     return {"form": form, "tensors": len(sizes), "bytes": sum(sizes)}
 
@@ -139,24 +100,33 @@ def _remove_quantization(file: Path) -> None:
         file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _write_failure(error: BaseException) -> OSError | None:
-    """Returns the system's error where a write has failed; safetensors has it in its text."""
-    if isinstance(error, SafetensorError) and (found := re.search(r"os error (\d+)", str(error))):
-        return OSError(int(found[1]), os.strerror(int(found[1])))
-    return error if isinstance(error, OSError) and error.errno != errno.ENOENT else None
-
-
 def write_tensors(tensors: dict[str, Float[np.ndarray, "..."]], file: Path) -> None:
     """Writes a safetensors file that transformers reads, with the default permissions."""
     save_file(tensors, file, metadata={"format": "pt"})
     # The library's own files are readable by their owner alone.
-    file.chmod(0o666 & ~_umask())
+    file.chmod(0o666 & ~umask())
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+ReadSome = Callable[[Mapping[str, ExpectedTensor]], Iterator[tuple[str, np.ndarray]]]
+"""Yields (name, value) of some of a model's parameters."""
+
+
+@contextlib.contextmanager
+def plain_parameters(folder: Path, config: ModelConfig) -> Iterator[ReadSome]:
+    """Opens a folder in either form; gives what reads some of its parameters.
+
+    Raises:
+      FileNotFoundError, CheckpointError: as `load`.
+      ValueError: quantised parameters.
+    """
+    if not is_checkpoint(folder):
+        stored = stored_tensors(folder)
+        places = match_tensors(config, stored, folder)
+        yield lambda some: read_tensors(stored, {name: places[name] for name in some})
+        return
+    advice = "quantising it again would lose more; give the model that it was made from"
+    with _orbax_values(folder, expected_tensors(config), advice) as value:
+        yield lambda some: ((name, value(name)) for name in some)
 
 
 def _read_safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Parameter]]:
@@ -173,16 +143,32 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
       CheckpointError: data that cannot be read.
       ValueError: quantised parameters.
     """
+    expected = expected_tensors(config)
+    advice = (
+        "quantised parameters are not written in Hugging Face form; use the checkpoint that it was "
+        "converted from"
+    )
+    with _orbax_values(folder, expected, advice) as value:
+        yield from taken_apart(expected, value)
+
+
+@contextlib.contextmanager
+def _orbax_values(
+    folder: Path, expected: Mapping[str, ExpectedTensor], advice: str
+) -> Iterator[Callable[[str], np.ndarray]]:
+    """Opens a folder in Orbax form; gives what reads the parameter of a name.
+
+    Raises:
+      CheckpointError: data that cannot be read.
+      ValueError: quantised parameters, with this advice.
+    """
     import orbax.checkpoint as ocp  # here, because it takes seconds
 
-    expected = expected_tensors(config)
     stored = match_metadata(folder, expected)
     for path, parameter in stored.items():
         if is_quantised(parameter):
             raise ValueError(
-                f"{'/'.join(path)} in {folder} is quantised ({parameter.format}), and quantised "
-                "parameters are not written in Hugging Face form; use the checkpoint that it was "
-                "converted from"
+                f"{'/'.join(path)} in {folder} is quantised ({parameter.format}), and {advice}"
             )
     cpu = SingleDeviceSharding(jax.devices("cpu")[0])
     with ocp.PyTreeCheckpointer() as checkpointer:
@@ -210,10 +196,10 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
                 ) from error
             return np.asarray(jax.tree.leaves(restored)[0])
 
-        yield from taken_apart(expected, value)
+        yield value
 
 
-def _write_orbax(
+def write_orbax(
     folder: Path, tensors: Iterator[tuple[str, Parameter]], config: ModelConfig
 ) -> list[int]:
     """Writes all tensors; returns the bytes of each."""
@@ -234,7 +220,7 @@ def _write_orbax(
     return [value.nbytes for value in values.values()]
 
 
-def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> list[int]:
+def write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> list[int]:
     """Writes all tensors to one file, or to several with an index where they are large.
 
     Returns:

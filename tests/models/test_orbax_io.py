@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_gets_one_sentence(folder, tmp_path):
 KILLED = """
 import sys, time
 from jaxshare.models import orbax_io
-whole = orbax_io._write_orbax
+whole = orbax_io.write_orbax
 def slow(folder, tensors, config):
     def one_by_one():
         for name, value in tensors:
@@ -201,7 +201,7 @@ def slow(folder, tensors, config):
     print("written", flush=True)
     time.sleep(60)
     return sizes
-orbax_io._write_orbax = slow
+orbax_io.write_orbax = slow
 from pathlib import Path
 orbax_io.convert(Path(sys.argv[1]), Path(sys.argv[2]))
 """
