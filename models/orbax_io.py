@@ -107,7 +107,7 @@ def write_tensors(tensors: dict[str, Float[np.ndarray, "..."]], file: Path) -> N
     file.chmod(0o666 & ~umask())
 
 
-ReadSome = Callable[[Mapping[str, ExpectedTensor]], Iterator[tuple[str, np.ndarray]]]
+ReadSome = Callable[[Mapping[str, ExpectedTensor]], Iterator[tuple[str, Any]]]
 """Yields (name, value) of some of a model's parameters."""
 
 

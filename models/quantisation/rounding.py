@@ -10,6 +10,7 @@ Axis letters: O outputs, I inputs, G groups of inputs, N inputs of a group.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def rounded(
     # Inputs that were never seen still count a little.
     weights = np.maximum(weights, np.float32(1e-6) * max(float(weights.mean()), 1e-30))
     rows = max(1, _NUMBERS_AT_ONCE // value.shape[-1])
-    found = [
+    found: Any = [
         jax.tree.map(
             np.asarray,
             _rounded(

@@ -26,7 +26,7 @@ import numpy as np
 import safetensors.numpy
 
 from jaxshare import Sampler
-from jaxshare.models import EMBEDDED, loading, outline
+from jaxshare.models import EMBEDDED, outline, tokenizer_files
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.safetensors_files import INDEX, SINGLE, stored_tensors
 from jaxshare.serving import chat_template, checksums
@@ -304,11 +304,13 @@ TARGETS: dict[str, Target] = {
         decode=_header,
     ),
     "index": Target(INDEX, json.dumps(_SHARDS).encode, lambda f: repr(stored_tensors(f)), _shard),
-    "tokenizer": Target("tokenizer.json", _embedded("tokenizer.json"), loading._tokenizer),
+    "tokenizer": Target(
+        "tokenizer.json", _embedded("tokenizer.json"), tokenizer_files.read_tokenizer
+    ),
     "tokenizer config": Target(
         "tokenizer_config.json",
         _embedded("tokenizer_config.json"),
-        loading._tokenizer,
+        tokenizer_files.read_tokenizer,
         _beside("tokenizer.json"),
     ),
     "template": Target(
