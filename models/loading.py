@@ -24,6 +24,7 @@ from jaxtyping import Float32
 
 from jaxshare import compile_cache
 from jaxshare.cache import KVCache
+from jaxshare.deprecated import renamed
 from jaxshare.layout import Layout
 from jaxshare.models import layers, orbax_io
 from jaxshare.models.config import ModelConfig
@@ -374,3 +375,6 @@ def _tokenizer(source: Source) -> "PreTrainedTokenizerBase | None":
 def _workers(folder: Path) -> dict[str, Any] | None:
     file = folder / "workers.json"
     return read_json(file) if file.is_file() else None
+
+
+__getattr__ = renamed(__name__, {"local_folder": "jaxshare.models.sources.local_folder"})

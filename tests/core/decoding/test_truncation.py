@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from jaxshare import Sampler, Samplers, cpu
 from jaxshare.decoding import truncation
 from jaxshare.decoding.truncation import truncation_bounds
+from jaxshare.sharding import make_mesh
 
 SLACK = 4e-6
 """As a share of the whole mass."""
@@ -340,7 +341,7 @@ def test_no_loop_is_in_the_program(bits):
 
 
 def test_over_a_mesh_rows_are_cut_as_on_one_device():
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = make_mesh(tensor=2)
     samplers = Samplers.stack([Sampler(1.3, k, p) for k, p in zip(K, P, strict=True)])
     seeds = jnp.arange(2 * ROWS, dtype=jnp.uint32).reshape(ROWS, 2)
     arguments = samplers, normal(300), seeds, jnp.arange(ROWS)
