@@ -142,7 +142,7 @@ def test_a_format_that_is_not_known_is_refused(format):
 # append
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", mostly_slow([jnp.bfloat16, jnp.float32]))
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_appended_is_within_half_a_step_and_nothing_else_changes(format, dtype):
     cache = filled(format, dtype)
@@ -194,7 +194,7 @@ def test_numbers_that_are_not_finite_and_keys_of_zeros_are_written_as_finite_num
             for format in FORMATS
             for name in ("xla", "reference", "cpu")
         ],
-        12,
+        6,
         several=True,
     ),
 )
@@ -212,7 +212,7 @@ def test_attention_is_that_over_the_numbers_of_the_codes(implementation, format,
         np.testing.assert_allclose(out[r, :n], expected[r, :n], atol=tolerance)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", mostly_slow(["xla", "reference"]))
 def test_values_may_be_a_part_of_quantised_keys(implementation):
     config = Latent()
     cache = KVCache.create(config, (64, 64), jnp.float32, approximate="int8")

@@ -15,7 +15,7 @@ from jaxshare.models.packed import pack, unpack
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit, shard_params
 from jaxshare.quantised import QuantisedTensor, is_quantised, quantised
 from jaxshare.sharding import make_mesh
-from tests.helpers import LATENT, TINY, init
+from tests.helpers import LATENT, TINY, init, mostly_slow
 from tests.paths import FIXTURES
 
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 60, (2, 5)), jnp.int32)
@@ -47,7 +47,7 @@ def logits(config, params, module=None, mesh=None):
     return np.asarray(found)
 
 
-@pytest.mark.parametrize(("format", "group"), FORMATS)
+@pytest.mark.parametrize(("format", "group"), mostly_slow(FORMATS, 2, several=True))
 @pytest.mark.parametrize("config", [TINY, LATENT], ids=["heads", "latent"])
 def test_a_pass_is_that_with_the_numbers(config, format, group):
     params = quantised_params(init(config), format, group)
@@ -95,7 +95,7 @@ def test_parts_of_several_formats_stay_apart():
 
 
 @pytest.mark.parametrize(("format", "group"), [("int8", None), ("int4", 4), ("fp8", 4)])
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", mostly_slow([2, 4]))
 def test_devices_of_a_mesh_have_their_parts(format, group, tensor):
     params, mesh = quantised_params(init(TINY), format, group), make_mesh(tensor=tensor)
     config = fit(TINY, mesh)
