@@ -9,7 +9,7 @@ Axis letters: O outputs, I inputs, G groups of inputs, N inputs of a group.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -98,7 +98,7 @@ def rounded(
     # Inputs that were never seen still count a little.
     weights = np.maximum(weights, np.float32(1e-6) * max(float(weights.mean()), 1e-30))
     rows = max(1, _NUMBERS_AT_ONCE // value.shape[-1])
-    found: Any = [
+    found = [
         jax.tree.map(
             np.asarray,
             _rounded(
@@ -113,13 +113,16 @@ def rounded(
         )
         for start in range(0, value.shape[0], rows)
     ]
-    codes, scales, zeros = (
-        None if parts[0] is None else np.concatenate(parts) for parts in zip(*found, strict=True)
-    )
+    codes, scales, zeros = map(_joined, zip(*found, strict=True))
     codes = codes.reshape(value.shape)
     if FORMATS[rounding.format].bits == 4:
         codes = packed_codes(codes, group)
     return QuantisedTensor(codes, scales, zeros, format=rounding.format, dtype=value.dtype)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Arrays of some rows each as one; None where there are none."""
+    return None if parts[0] is None else np.concatenate(parts)
 
 
 @functools.partial(jax.jit, static_argnames=("rounding", "dtype", "ratios"))
