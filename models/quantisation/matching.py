@@ -1,13 +1,16 @@
 """The layers of a model that are quantised, and their stored forms."""
 
 import dataclasses
-import re
 
-from jaxshare.models.config_fields import Fields
+import regex
+
+from jaxshare.models.config_fields import ConfigError, Fields
 from jaxshare.models.quantisation.stored import StoredForm
 
 _REGEX = "re:"
 _CLASSES = ("Linear", "Embedding")
+_MOST_SECONDS = 1.0
+"""Of one match: a pattern of a checkpoint may be made to take forever."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +58,15 @@ class Quantisation:
 
 def _matches(layer: str, kind: str, target: str) -> bool:
     if target.startswith(_REGEX):
-        return re.match(target.removeprefix(_REGEX), layer) is not None
+        try:
+            found = regex.match(target.removeprefix(_REGEX), layer, timeout=_MOST_SECONDS)
+        except TimeoutError:
+            raise ConfigError(
+                f"quantization_config has the pattern {target}, which takes more than "
+                f"{_MOST_SECONDS:.0f} second to be compared with {layer}; give names of layers, or a "
+                "simpler pattern"
+            ) from None
+        return found is not None
     return target in (layer, kind)
 
 
@@ -72,8 +83,8 @@ def names_in(fields: Fields, *names: str) -> tuple[str, ...]:
                 raise fields.error(name, "it must be a list of names of layers")
             if each.startswith(_REGEX):
                 try:
-                    re.compile(each.removeprefix(_REGEX))
-                except re.error as error:
+                    regex.compile(each.removeprefix(_REGEX))
+                except regex.error as error:
                     raise fields.error(name, f"{each} is not a valid pattern: {error}") from error
             found.append(each)
     return tuple(found)

@@ -159,3 +159,11 @@ def test_names_and_patterns_come_before_classes_and_ignored_layers_first():
     down, up = (found.form(f"model.layers.0.mlp.{name}_proj") for name in ("down", "up"))
     assert {*down.arrays((64, 64))} > {"weight_packed"} and "weight" in up.arrays((64, 64))
     assert found.form("model.embed_tokens", "Embedding") is None
+
+
+def test_a_pattern_that_takes_forever_is_refused_in_time():
+    read_settings = read(compressed(ignore=["re:(?:.|..|...)*[A-Z]"]))
+    with pytest.raises(
+        ConfigError, match=r"has the pattern re:\(\?:.*compared with model.layers.0"
+    ):
+        read_settings.form("model.layers.0.self_attn.q_proj")
