@@ -119,7 +119,7 @@ WAYS = [
 @pytest.mark.parametrize(
     ("format", "group", "dtype"),
     [
-        *mostly_slow([(*way, "bfloat16") for way in WAYS], 5, several=True),
+        *mostly_slow([(*way, "bfloat16") for way in WAYS], 2, several=True),
         *mostly_slow([(*way, "float32") for way in WAYS[1:]], 1, several=True),
         *mostly_slow([(*way, "float16") for way in WAYS], 0, several=True),
     ],
@@ -146,7 +146,7 @@ def test_few_rows(format, group, dtype):
             ("int8", 0, {"zeros": "int16", "offsets": ml_dtypes.bfloat16}),
             ("fp8", 64, {"offsets": "float32", "zeros": "int8"}),
         ],
-        2,
+        1,
         several=True,
     ),
 )
@@ -163,7 +163,7 @@ def test_zeros_offsets_orders_and_dtypes_of_scales(format, group, options):
 @needs_amx
 @pytest.mark.parametrize(
     ("format", "group"),
-    mostly_slow([way for way in WAYS if way[1] % 32 == 0 and way[1] < 320], 3, several=True),
+    mostly_slow([way for way in WAYS if way[1] % 32 == 0 and way[1] < 320], 2, several=True),
 )
 def test_many_rows_on_the_matrix_unit(format, group):
     """More inputs than are dequantised at once, and more rows than are multiplied at once."""
@@ -263,7 +263,7 @@ def check_experts(rows: int, experts: int, dtype: str, kernels: list) -> None:
             ("int4", 24, "bfloat16", {}),
             ("nf4", 64, "float16", {}),
         ],
-        2,
+        1,
         several=True,
     ),
 )
