@@ -8,7 +8,7 @@ from jaxshare.cpu.attention.pair_tiles import (
     write_key_pairs,
     write_value_pairs,
 )
-from jaxshare.cpu.attention.tiles import TILE, seen_of, write_softmax
+from jaxshare.cpu.attention.tiles import TILE, seen_of, weigh_row
 from jaxshare.cpu.attention.work import WORK, Shape, rounded
 from jaxshare.cpu.ir import BF16, F32, I64, PTR, Code, Val
 from jaxshare.cpu.runtime import Call
@@ -50,17 +50,10 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
                         seen = code.iota(_SIDE) + p * _SIDE < code.splat(end, _SIDE)
                         part.set(code.select(seen, part.get(), -math.inf))
                 numbers = [part.get() for part in found]
-                top, total = (each + (at + row) * 4 for each in (w.tops, w.totals))
+                sums = w.tops + (at + row) * 4, w.totals + (at + row) * 4
+                places = weights + row * (TILE * 2), mixed + row * (padded * 4)
                 of_tile = [each + first * 4 for each in scales]
-                power, keep = write_softmax(code, numbers, top, total, True, of_tile)
-                for p, vector in enumerate(power):
-                    target = weights + (row * TILE + p * _SIDE) * 2
-                    code.store(code.narrowed(vector, BF16), target)
-                with code.where(keep < 1.0):
-                    factor = code.splat(keep, _SIDE)
-                    for d in range(0, padded, _SIDE):
-                        line = mixed + (row * padded + d) * 4
-                        code.store(code.load(line, F32, _SIDE) * factor, line)
+                weigh_row(code, numbers, sums, *places, padded, of_tile)
             _mix(shape, unit, weights, lines, mixed)
     unit.release()
     code.give()

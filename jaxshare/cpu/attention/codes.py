@@ -7,7 +7,8 @@ weights (`jaxshare.cpu.attention.tiles.write_softmax`).
 from typing import Any
 
 from jaxshare.cpu.attention.work import SEGMENT, Shape
-from jaxshare.cpu.ir import BYTES, F16, F32, I8, I16, I32, PTR, Code, Val, ir
+from jaxshare.cpu.ir import BYTES, F32, I8, PTR, Code, Val
+from jaxshare.cpu.quantised.codes import Codes
 
 _LOWEST = 2.0**-126
 """Scales are at least this, so that their products with scores of tokens that are not seen are."""
@@ -50,12 +51,6 @@ def _widen(shape: Shape, code: Code, source: Val, target: Val, count: Val) -> No
 
 def _numbers(shape: Shape, code: Code, codes: Val) -> Val:
     """A vector of codes as float32."""
-    lanes = codes.type.count
-    if shape.codes == "int8":
-        whole = code.b.sext(codes.value, ir.VectorType(I32, lanes))
-        return Val(code, code.b.sitofp(whole, ir.VectorType(F32, lanes)))
-    # The bits of e4m3 inside those of a float16 make a number that is 2**8 times smaller, those
-    # below the normal ones too.
-    bits = Val(code, code.b.zext(codes.value, ir.VectorType(I16, lanes)))
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    return code.widened(half.bitcast(ir.VectorType(F16, lanes)), F16) * 256.0
+    codes_of = Codes(shape.codes, 0, "float32", "", "")
+    (numbers,) = codes_of.numbers(code, codes)
+    return numbers if codes_of.factor == 1.0 else numbers * codes_of.factor

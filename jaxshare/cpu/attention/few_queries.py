@@ -3,9 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from jaxshare.cpu.attention.few_tiles import serves, write_few_tiles
 from jaxshare.cpu.attention.tiles import TILE, seen_of, write_softmax
-from jaxshare.cpu.attention.work import FEW, WORK, Shape
+from jaxshare.cpu.attention.work import WORK, Shape
 from jaxshare.cpu.ir import BF16, BYTES, F32, I16, I32, I64, PTR, Code, Val, Var, ir
 from jaxshare.cpu.mathematics import LaneSums, broadcast
 from jaxshare.cpu.runtime import Call
@@ -14,25 +13,17 @@ _LINE_BYTES = 64
 """Of a line of a processor's caches."""
 
 
-def write_few(shape: Shape, call: Call) -> Code:
-    """few(work, query, queries, keys, values, more...): takes a segment into the sums of 1 to FEW
-    queries. The last arguments are the keys, values and tokens of the segment that comes next, or
-    of quantised keys and values their scales."""
-    types = [PTR, I64, I64, PTR, PTR, *(shape.scale_types or [PTR, PTR, I64])]
+def write_few(shape: Shape, call: Call, most: int) -> Code:
+    """few(work, query, queries, keys, values, scales): takes a segment into the sums of 1 to `most`
+    queries."""
+    types = [PTR, I64, I64, PTR, PTR, *shape.scale_types]
     code = Code(call.module, call.machine, "few", types)
-    work, query, queries, keys, values, *more = code.args
-    scales, ahead = (more, []) if shape.codes else ([], more)
+    work, query, queries, keys, values, *scales = code.args
     w = WORK.read_all(code, work)
     lanes = code.machine.lanes
     rounds = shape.dots_pairs(code.machine)
     line = shape.padded(2 * lanes) * 2 if rounds else shape.padded(lanes) * 4
     _, highest = seen_of(code, w, query, queries)
-    # More are multiplied by the matrix unit, where it does that.
-    multiplies = shape.uses_tiles(code.machine) and serves(shape) and not shape.codes
-    most = 1 if multiplies else FEW
-    if most < FEW:
-        with code.where(queries > most):
-            code.call(write_few_tiles(shape, call), work, query, queries, keys, values, *ahead)
     for number in range(1, most + 1):
         tile = _write_tile(shape, call, number)
         with code.where(queries.equals(number)), code.loop(0, highest, TILE) as first:

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 
 from jaxshare.cpu.amx import MatrixUnit
-from jaxshare.cpu.attention.tiles import TILE, seen_of, write_softmax
+from jaxshare.cpu.attention.tiles import TILE, seen_of, weigh_row
 from jaxshare.cpu.attention.work import FEW, WORK, Shape
-from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val
+from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Machine, Val
 from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
@@ -31,9 +31,9 @@ _IN_ORDER = [4 * quarter + i for quarter in (0, 4, 1, 5, 2, 6, 3, 7) for i in ra
 """Two vectors of such halves as the numbers were."""
 
 
-def serves(shape: Shape) -> bool:
-    """Returns whether keys are made of whole tiles."""
-    return shape.dim % _WIDE == 0
+def serves(shape: Shape, machine: Machine) -> bool:
+    """Returns whether the matrix unit takes keys as they lie: whole tiles of bfloat16."""
+    return shape.uses_tiles(machine) and shape.dim % _WIDE == 0 and not shape.codes
 
 
 def write_few_tiles(shape: Shape, call: Call) -> Code:
@@ -72,16 +72,9 @@ def write_few_tiles(shape: Shape, call: Call) -> Code:
                 seen = code.iota(_SIDE) + p < code.splat(code.min(end, count), _SIDE)
                 score = code.load(scores + (i * TILE + p) * 4, F32, _SIDE)
                 found.append(code.select(seen, score, -math.inf))
-            top, total = (each + (query + i) * 4 for each in (w.tops, w.totals))
-            power, keep = write_softmax(code, found, top, total, True)
-            for p, vector in enumerate(power):
-                place = weights + (i * TILE + p * _SIDE) * 2
-                code.store(code.narrowed(vector, BF16), place)
-            with code.where(keep < 1.0):
-                factor = code.splat(keep, _SIDE)
-                for d in range(0, dim, _SIDE):
-                    place = mixed + (i * dim + d) * 4
-                    code.store(code.load(place, F32, _SIDE) * factor, place)
+            sums = w.tops + (query + i) * 4, w.totals + (query + i) * 4
+            places = weights + i * (TILE * 2), mixed + i * (dim * 4)
+            weigh_row(code, found, sums, *places, dim)
         _mix(shape, unit, weights, squares, mixed)
     unit.release()
     with code.loop(0, queries) as i:

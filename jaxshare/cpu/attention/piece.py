@@ -7,6 +7,7 @@ from typing import Any
 from jaxshare.cpu.attention.amx_tiles import write_amx_tiles
 from jaxshare.cpu.attention.codes import widened_segment
 from jaxshare.cpu.attention.few_queries import write_few
+from jaxshare.cpu.attention.few_tiles import serves, write_few_tiles
 from jaxshare.cpu.attention.pair_tiles import write_pair_tiles
 from jaxshare.cpu.attention.tiles import write_tiles
 from jaxshare.cpu.attention.work import (
@@ -28,7 +29,9 @@ def write_piece(shape: Shape, call: Call) -> Code:
     """piece(work, i): the segment of one piece of work, for one kv head."""
     pairs, tiles = shape.dots_pairs(call.machine), shape.uses_tiles(call.machine)
     write_many = write_amx_tiles if tiles else write_pair_tiles if pairs else write_tiles
-    few, many = write_few(shape, call), write_many(shape, call)
+    on_tiles = serves(shape, call.machine)
+    most = 1 if on_tiles else FEW
+    few, many = write_few(shape, call, most), write_many(shape, call)
     prepare = write_queries(shape, call, pairs)
     prepare_many = write_queries(shape, call, True) if tiles and not pairs else prepare
     code = begin_task(call, "piece")
@@ -38,28 +41,27 @@ def write_piece(shape: Shape, call: Call) -> Code:
     kv_head = index % w.kv_heads
     query = kv_head * w.num_queries + item.query
     count = item.readers * w.width * w.group
-    is_few = count <= FEW
     prepared = kv_head, query, item.first, item.reader, item.readers
-    if shape.codes:
-        start = _start(code, w, item, kv_head)
-        for condition, first, read in ((is_few, prepare, few), (count > FEW, prepare_many, many)):
-            with code.where(condition):
-                code.call(first, work, *prepared)
-                segment = widened_segment(shape, code, w, start, item.tokens)
-                code.call(read, work, query, count, *segment)
-                code.external("free", VOID, segment[0])
-        code.give()
-        return code
-    keys, values = _places(shape, code, w, item, kv_head)
-    after = code.min(index + 1, w.num_items * w.kv_heads - 1)
-    following = ITEM.read_all(code, w.items + after // w.kv_heads * ITEM.bytes)
-    ahead = *_places(shape, code, w, following, after % w.kv_heads), following.tokens
-    with code.where(is_few):
-        code.call(prepare, work, *prepared)
-        code.call(few, work, query, count, keys, values, *ahead)
-    with code.where(count > FEW):
-        code.call(prepare_many, work, *prepared)
-        code.call(many, work, query, count, keys, values)
+
+    def run(condition: Val, first: Code, read: Code, *more: Val) -> None:
+        with code.where(condition):
+            code.call(first, work, *prepared)
+            if not shape.codes:
+                code.call(read, work, query, count, *_places(shape, code, w, item, kv_head), *more)
+                return
+            start = _start(code, w, item, kv_head)
+            segment = widened_segment(shape, code, w, start, item.tokens)
+            code.call(read, work, query, count, *segment)
+            code.external("free", VOID, segment[0])
+
+    run(count <= most, prepare, few)
+    if on_tiles:
+        after = code.min(index + 1, w.num_items * w.kv_heads - 1)
+        following = ITEM.read_all(code, w.items + after // w.kv_heads * ITEM.bytes)
+        ahead = *_places(shape, code, w, following, after % w.kv_heads), following.tokens
+        some = (count > most) & (count <= FEW)
+        run(some, prepare_many, write_few_tiles(shape, call), *ahead)
+    run(count > FEW, prepare_many, many)
     code.give()
     return code
 
