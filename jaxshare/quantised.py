@@ -139,17 +139,24 @@ class QuantisedTensor:
         return self.shape[-1] // self.scales.shape[-1]
 
     def check(self, name: str) -> None:
-        """Raises ValueError if arrays do not fit together, or scales are zero or not finite.
+        """Raises ValueError if arrays do not fit together, or their numbers are not sound.
 
         Args:
           name: of the tensor, for the message.
         """
         self.check_shapes(name)
-        values = np.asarray(self.scales).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise ValueError(f"{name} has scales that are NaN or infinite")
-        if not values.all():
-            raise ValueError(f"{name} has scales that are zero")
+        if problem := self.problem_of_numbers():
+            raise ValueError(f"{name} has {problem}")
+
+    def problem_of_numbers(self) -> str:
+        """Names what is wrong with scales and codes; empty if they are finite, and scales not 0."""
+        scales, codes = np.asarray(self.scales).astype(np.float32), np.asarray(self.codes)
+        if not np.isfinite(scales).all():
+            return "scales that are NaN or infinite"
+        if not scales.all():
+            return "scales that are zero"
+        is_float = codes.dtype.kind not in "iu"
+        return "codes that are NaN" if is_float and not np.isfinite(codes).all() else ""
 
     def check_shapes(self, name: str) -> None:
         """Raises ValueError if arrays do not fit together; looks at their shapes and dtypes alone.

@@ -222,25 +222,12 @@ def _check_finite(
         if not isinstance(one, QuantisedTensor):
             if not _is_finite(one, dtype):
                 raise not_finite(f"{stored[part.name].file}: {part.name}", one.dtype, dtype)
-        elif problem := _problem_of_numbers(one):
+        elif problem := one.problem_of_numbers():
             raise CheckpointError(
                 f"{stored[part.first_name].file}: {part.layer} has {problem}; fetch "
                 "the checkpoint again, or load it as it is with check=False, on the command line "
                 f"with {CHECK_VARIABLE}=off"
             )
-
-
-def _problem_of_numbers(value: QuantisedTensor) -> str:
-    """Names what is wrong with the numbers of a quantised tensor; empty if nothing is."""
-    scales = np.asarray(value.scales).astype(np.float32)
-    if not np.isfinite(scales).all():
-        return "scales that are NaN or infinite"
-    if not scales.all():
-        return "scales that are zero"
-    codes = np.asarray(value.codes)
-    if codes.dtype.kind not in "iu" and not np.isfinite(float(largest(codes))):
-        return "codes that are NaN"
-    return ""
 
 
 def _in_dtype(value: Parameter, dtype: jnp.dtype) -> Parameter:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxshare import Sampler
@@ -12,7 +11,6 @@ from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts, s
 from jaxshare.decoding.processors import check_processor, find_processor
 from jaxshare.decoding.sampling_params import check_best_of
 from jaxshare.models import LoadedModel
-from jaxshare.quantised import is_quantised
 from jaxshare.quantised_cache import SCALE_BYTES
 from jaxshare.serving.chat.dialogue import checked_messages
 from jaxshare.serving.chat.tools import as_tools
@@ -271,7 +269,7 @@ def cache_dtype(model: LoadedModel) -> jnp.dtype:
     Where the model's caches approximate (`LoadedModel.approximate_kv`), that of what their codes
     stand for.
     """
-    return jax.tree.leaves(model.params, is_leaf=is_quantised)[0].dtype
+    return model.dtype
 
 
 def token_bytes(model: LoadedModel) -> int:

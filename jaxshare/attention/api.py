@@ -87,8 +87,8 @@ def block_attention(
     Args:
       q: [R, T, H, D], not rotated; H is a multiple of K.
       keys, values: one layer's arenas [K, tokens, D], this pass's keys and values already in them
-        (`KVCache.append`); quantised where the cache approximates. Values may have a last dim of 0: a token's value is then its key
-        without the rotated entries.
+        (`KVCache.append`); quantised where the cache approximates. Values may have a last dim of
+        0: a token's value is then its key without the rotated entries.
       plan: of this pass.
       scale: of the scores; default 1 / sqrt(D).
       softcap: scores are softcap * tanh(score / softcap); 0 leaves them as they are.

@@ -9,6 +9,7 @@ once, not by each of them (Hogwild! section 3.4).
 
 import functools
 import importlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -167,16 +168,16 @@ def _pieces(
         for columns, size in ((dim, keys.dtype.itemsize), (part, 4))
     )
     stages, query_stages = tiles.stages, tiles.query_stages
-    rows = work.partial_rows
-    kernel = plgpu.kernel(
-        functools.partial(
-            attention_kernel, plgpu, work, tiles, keys.shape[1], part, softcap, device.interpret
-        ),
-        out_type=[
-            jax.ShapeDtypeStruct((rows, padded_dim(dim)), jnp.float32),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-        ],
-        scratch_types=[
+    kernel = functools.partial(
+        attention_kernel, plgpu, work, tiles, keys.shape[1], part, softcap, device.interpret
+    )
+    return _launched(
+        kernel,
+        (queries, keys, values),
+        padded_dim(dim),
+        work,
+        device,
+        scratch=[
             plgpu.SMEM((query_stages, 2, WARPGROUP, dim), dtype, transforms=swizzled),
             plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
             plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
@@ -193,23 +194,6 @@ def _pieces(
                 taken=plgpu.Barrier(),
             ),
         ],
-        grid=(work.items.shape[0],),
-        grid_names=("item",),
-        num_threads=3,
-        thread_name="warpgroup",
-        kernel_name="block_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        interpret=plgpu.InterpretGPUParams() if device.interpret else None,
-    )
-    return kernel(
-        queries,
-        keys,
-        values,
-        work.limits,
-        work.items,
-        work.segments.table,
-        jnp.stack([work.count, work.total]),
-        *([] if work.unseen is None else [work.unseen]),
     )
 
 
@@ -229,13 +213,13 @@ def _latent_pieces(
     of_keys, of_weights = (
         _transforms(plgpu, columns, dtype.itemsize) for columns in (dim, tiles.tile)
     )
-    kernel = plgpu.kernel(
+    return _launched(
         functools.partial(latent_kernel, plgpu, work, tiles, value_dim, softcap, device.interpret),
-        out_type=[
-            jax.ShapeDtypeStruct((work.partial_rows, value_dim), jnp.float32),
-            jax.ShapeDtypeStruct((work.partial_rows,), jnp.float32),
-        ],
-        scratch_types=[
+        (queries, keys),
+        value_dim,
+        work,
+        device,
+        scratch=[
             plgpu.SMEM((tiles.query_stages, WARPGROUP, dim), dtype, transforms=of_keys),
             plgpu.SMEM((tiles.stages, tiles.tile, dim), dtype, transforms=of_keys),
             plgpu.SMEM((WARPGROUP, tiles.tile), dtype, transforms=of_weights),
@@ -249,6 +233,35 @@ def _latent_pieces(
                 weights_free=plgpu.Barrier(),
             ),
         ],
+    )
+
+
+def _launched(
+    kernel: Callable[..., None],
+    arrays: tuple[Array, ...],
+    columns: int,
+    work: Work,
+    device: Device,
+    scratch: Sequence[Any],
+) -> tuple[Array, Array]:
+    """Runs a kernel over all items, with three warpgroups each.
+
+    Args:
+      kernel: takes the arrays, those of the work, the two results and the scratch memory.
+      arrays: queries, keys, and values if they are apart.
+      columns: of the partial results.
+      work, device: of the pass.
+      scratch: the kernel's memory and barriers.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((work.partial_rows, columns), jnp.float32),
+            jax.ShapeDtypeStruct((work.partial_rows,), jnp.float32),
+        ],
+        scratch_types=scratch,
         grid=(work.items.shape[0],),
         grid_names=("item",),
         num_threads=3,
@@ -257,9 +270,8 @@ def _latent_pieces(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=plgpu.InterpretGPUParams() if device.interpret else None,
     )
-    return kernel(
-        queries,
-        keys,
+    return run(
+        *arrays,
         work.limits,
         work.items,
         work.segments.table,

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxshare.models import LoadedModel, load
-from jaxshare.quantised import is_quantised, quantised
+from jaxshare.quantised import quantised
 from scripts.bench.lib import (
     Goal,
     Parser,
@@ -348,8 +348,7 @@ def _measured(
 
 
 def _nbytes(model: LoadedModel) -> int:
-    leaves = jax.tree.leaves(model.params, is_leaf=is_quantised)
-    return sum(leaf.nbytes for leaf in leaves)
+    return sum(array.nbytes for array in jax.tree.leaves(model.params))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,21 @@ TOLERANCE = {jnp.bfloat16: 4e-2, jnp.float16: 6e-3}
 """Absolute, for values of unit variance: keys, queries and weights are rounded to 2**-9 and 2**-12,
 and scores reach 4."""
 
+LATENT = Shape(
+    rows=2,
+    width=1,
+    listed=2,
+    blocks=3,
+    heads=16,
+    kv_heads=1,
+    dim=576,
+    arena=512,
+    rotary=64,
+    dtype=jnp.bfloat16,
+    latent=True,
+)
+"""DeepSeek-V3's heads on one of eight devices: values are keys without what is rotated."""
+
 SOME_LENGTHS = st.sampled_from([0, 1, 7, 63, 64, 65, 128, 200])
 
 

@@ -22,7 +22,7 @@ from jaxshare.pallas.kernel_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.tiles import MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
-from tests.core.pallas.interpreted import SOME_LENGTHS, TOLERANCE, case, compare
+from tests.core.pallas.interpreted import LATENT, SOME_LENGTHS, TOLERANCE, case, compare
 from tests.helpers import Scoring, mostly_slow
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
@@ -127,22 +127,6 @@ def test_softcaps():
 def test_softcaps_of_wide_heads():
     shape = dataclasses.replace(DECODE, dim=256, rotary=256, scoring=Scoring(100, 3.0))
     check(shape, case([[0, 2], [1, 0], [3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
-
-
-LATENT = Shape(
-    rows=2,
-    width=1,
-    listed=2,
-    blocks=3,
-    heads=16,
-    kv_heads=1,
-    dim=576,
-    arena=512,
-    rotary=64,
-    dtype=jnp.bfloat16,
-    latent=True,
-)
-"""DeepSeek-V3's heads on one of eight devices: values are keys without what is rotated."""
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.head_dims import HEAD_DIMS
 from jaxshare.pallas.tiles import TritonTiles, use_tiles
 from tests.core.attention.test_attention import Case, Shape, cases, place
-from tests.core.pallas.interpreted import SOME_LENGTHS, case, compare, compare_spread
+from tests.core.pallas.interpreted import LATENT, SOME_LENGTHS, case, compare, compare_spread
 from tests.helpers import Scoring, mostly_slow
 
 # JAX warns wherever the backend lowers. That it will be removed is known, and the reason why
@@ -194,22 +194,6 @@ def test_every_head_dim(dim):
         dtype=jnp.bfloat16,
     )
     check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0]))
-
-
-LATENT = Shape(
-    rows=2,
-    width=1,
-    listed=2,
-    blocks=3,
-    heads=16,
-    kv_heads=1,
-    dim=576,
-    arena=512,
-    rotary=64,
-    dtype=jnp.bfloat16,
-    latent=True,
-)
-"""DeepSeek-V3's heads on one of eight devices: values are keys without what is rotated."""
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", stop_token
         tokenizer=tokenizer and tokenizer(),
         config=config,
         params={"some": np.zeros(1, jnp.dtype(dtype))},
+        dtype=jnp.dtype(dtype),
         fingerprint=fingerprint,
         approximate_kv=None,
         generation=Generation(stop_tokens, Sampler(**{"temperature": 0.5, "top_k": 7, **sampling})),

@@ -463,6 +463,7 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
     model = types.SimpleNamespace(
         generation=Generation(),
         params={"some": np.zeros(1, np.float32)},
+        dtype=np.dtype(np.float32),
         fingerprint="one",
         approximate_kv=None,
         tokenizer=None,
