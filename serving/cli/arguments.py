@@ -4,12 +4,17 @@ import argparse
 import pkgutil
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxshare import models
 from jaxshare.decoding.grammar import Grammar
 from jaxshare.decoding.logprobs import PROCESSED, RAW
 from jaxshare.decoding.sampling_params import Sampler
+from jaxshare.models import LoadedModel
 from jaxshare.quantised_cache import APPROXIMATIONS
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 _MAX_TEXT = 2**26
 """The most characters of a prompt or a problem that are read."""
@@ -40,6 +45,14 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
         choices=APPROXIMATIONS,
         help="keep keys and values as codes of 8 bits with a scale for each token and kv head, in "
         "about half the memory of bfloat16; results are then approximate (default: exact)",
+    )
+
+
+def load_model(options: argparse.Namespace, mesh: "Mesh | None" = None) -> LoadedModel:
+    """Loads the model that the options of `add_model` and `add_dtype` name, onto a mesh if there is
+    one."""
+    return models.load(
+        options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from jaxshare import Sampler, models
+from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file
 from jaxshare.serving import jsonl
@@ -139,9 +139,7 @@ def run(options: argparse.Namespace) -> int:
     mesh = process_mesh.mesh_of(options)
 
     def load() -> LoadedModel:
-        return models.load(
-            options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
-        )
+        return arguments.load_model(options, mesh)
 
     return run_job(options, sampling, load, branches)
 

@@ -5,7 +5,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from jaxshare import models
 from jaxshare.paths import check_file, reason
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.kvcache import sharing_cost
@@ -33,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     check_file(
         "the file in the cache folder JAXSHARE_CACHE", sharing_cost.costs_file(), makes_folder=True
     )
-    model = models.load(options.model, dtype=options.dtype, approximate_kv=options.approximate_kv)
+    model = arguments.load_model(options)
     costs, points = calibration.calibrate(model)
     file, save_error = None, None
     try:

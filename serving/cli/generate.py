@@ -8,7 +8,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxshare import models
 from jaxshare.decoding.logprobs import RAW
 from jaxshare.serving.branches.generate import Completions
 from jaxshare.serving.branches.generate import generate as generate_completions
@@ -86,9 +85,7 @@ def run(options: argparse.Namespace) -> int:
         )
     mesh = process_mesh.mesh_of(options)
 
-    model: Any = models.load(
-        options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
-    )
+    model: Any = arguments.load_model(options, mesh)
     if options.chat and (model.tokenizer is None or not model.tokenizer.chat_template):
         raise ValueError(
             f"{options.model} has no chat template; leave out --chat and write the prompt as the "

@@ -96,12 +96,7 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
             if finished:
                 return _report(options, finished, finished["completions"])
             done = _read_done(file, output, {line.custom_id for line in lines}, known_lines)
-        model = models.load(
-            options.model,
-            dtype=options.dtype,
-            mesh=process_mesh.mesh_of(options),
-            approximate_kv=options.approximate_kv,
-        )
+        model = arguments.load_model(options, process_mesh.mesh_of(options))
         if file is None:
             known = identity(model)
             batch_output.write_job(job, settings, known)

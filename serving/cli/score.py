@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxshare import models
 from jaxshare.decoding.logprobs import PROCESSED, RAW
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cluster import process_mesh
@@ -75,12 +74,7 @@ def run(options: argparse.Namespace) -> int:
         prefix = options.prefix
     lines = arguments.read_text("list of candidates", None, options.candidates).split("\n")
     candidates = lines[:-1] if not lines[-1] else lines
-    model = models.load(
-        options.model,
-        dtype=options.dtype,
-        mesh=process_mesh.mesh_of(options),
-        approximate_kv=options.approximate_kv,
-    )
+    model = arguments.load_model(options, process_mesh.mesh_of(options))
     sampler = None
     if options.logprobs == PROCESSED:
         sampler = dataclasses.replace(default_sampler(model), **sampling)

@@ -220,8 +220,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _model_of(options: argparse.Namespace) -> models.LoadedModel:
     """The model that the options name."""
-    mesh, approximate = process_mesh.mesh_of(options), options.approximate_kv
-    model = models.load(options.model, dtype=options.dtype, mesh=mesh, approximate_kv=approximate)
+    model = arguments.load_model(options, process_mesh.mesh_of(options))
     return shortened(model, options.max_model_len)
 
 

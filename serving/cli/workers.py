@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from tqdm import tqdm
 
-from jaxshare import FinishReason, models
+from jaxshare import FinishReason
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file, check_folder, reason
 from jaxshare.serving.checkpoints import SaveError, has_checkpoints
@@ -191,8 +191,8 @@ def _solve(
     mesh: "Mesh | None",
 ) -> int:
     """Runs the session with its outputs locked, and prints and writes its result."""
-    resumed, kv = _is_resumed(options), options.approximate_kv
-    model = models.load(options.model, dtype=options.dtype, mesh=mesh, approximate_kv=kv)
+    resumed = _is_resumed(options)
+    model = arguments.load_model(options, mesh)
     settings = _settings(options, model, sampling, problem, names)
     warn_of_greedy(model, settings["sampler"], discouraged=presets.advises_sampling(options.format))
     if resumed:

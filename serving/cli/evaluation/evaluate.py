@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from jaxshare import models
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.paths import WriteError, whole_file
@@ -173,9 +172,7 @@ def run(options: argparse.Namespace) -> int:
     mesh = process_mesh.mesh_of(options)
 
     def load() -> LoadedModel:
-        return models.load(
-            options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
-        )
+        return arguments.load_model(options, mesh)
 
     return run_evaluation(options, sampling, workers, budgets, load, runs.execute)
 
