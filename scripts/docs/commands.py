@@ -9,6 +9,9 @@ Made from the parsers of the program; `jaxshare COMMAND --help` prints the same.
 [Getting started](getting_started.md#commands) says what all commands have in common.
 """
 
+_COMMON = (["--debug"], ["--compile-cache"])
+"""Options of all commands, which are described once."""
+
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """The parsers of a parser's commands."""
@@ -28,9 +31,9 @@ def _summaries(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def _escaped(text: str) -> str:
     """A help text in a cell of a table."""
-    for character in "|<>*_[]":
+    for character in "|*_[]":
         text = text.replace(character, "\\" + character)
-    return text
+    return text.replace("<", "&lt;")
 
 
 def _rows(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
@@ -39,7 +42,7 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     for action in parser._actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction):
             continue
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or action.option_strings in _COMMON:
             continue
         name = formatter._format_action_invocation(action).replace("|", "\\|")
         yield f"`{name}`", _escaped(formatter._expand_help(action) if action.help else "")
