@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
     given, args = agents.split(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given, argparse.Namespace(args=args))
+    options = command_parser().parse_args(given, argparse.Namespace(args=args))
     try:
         compile_cache.enable(getattr(options, "compile_cache", None))
         with reported_compiles(_say):
@@ -164,7 +164,8 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = _Parser(
         prog="jaxshare",
         description="Inference for groups of language-model streams that share memory.",
