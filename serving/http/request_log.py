@@ -1,4 +1,4 @@
-"""What the server logs: a line for each record, as text or as JSON, with the request that it is of."""
+"""The log of the server: a line for each record, as text or as JSON, with the request that it is of."""
 
 import contextvars
 import datetime
