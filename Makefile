@@ -40,7 +40,7 @@ LLAMA_ENV := .venv-llama/.installed
 LLAMA := llama-cpp-python==0.3.36
 
 WHAT ?= decode
-BENCHES := agents attention before collaboration decode devices engine grammars kernels llama-cpp logits_cache mixed quantised residency sampling serve sharing workers
+BENCHES := agents approximate attention before collaboration decode devices engine grammars kernels llama-cpp logits_cache mixed quantised residency sampling serve sharing workers
 BENCH_NEEDS_attention := $(CUDA)
 BENCH_NEEDS_decode := $(TORCH_ENV)
 BENCH_NEEDS_llama-cpp := $(LLAMA_ENV)
@@ -215,7 +215,7 @@ $(OTHERS_ENV): pyproject.toml .venv-others/bin/python
 $(LLAMA_ENV):
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
 	echo "building llama.cpp in .venv-llama, which takes ten minutes" && "$$python" -m venv --clear .venv-llama
-	@CMAKE_ARGS=-DGGML_NATIVE=ON .venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20' 'safetensors>=0.6,<0.9'
+	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20'
 	@touch $@
 
 $(HOGWILD_ENV): scripts/make_torch_env.sh

@@ -19,6 +19,7 @@ from jaxshare.serving.cli import (
     calibrate,
     convert,
     demo,
+    doctor,
     generate,
     inspect,
     score,
@@ -86,6 +87,11 @@ _COMMANDS = (
         "inspect",
         inspect,
         "tables and pictures of what a session of workers had cached and attended to",
+    ),
+    (
+        "doctor",
+        doctor,
+        "versions, devices, attention backends and folders of this installation, and what to mend",
     ),
 )
 """The name, the module and the help text of each command."""
