@@ -4,22 +4,20 @@ import dataclasses
 import gc
 import threading
 import time
-from collections.abc import Callable
 
 import jax
 import numpy as np
 import pytest
 
 from jaxshare import FinishReason, Sampler
-from jaxshare.models import LoadedModel
 from jaxshare.serving import Workers
 from jaxshare.serving.engine import ClosedError, Completion, Engine, EngineError, TooLongError
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache.lease import LeaseTable
 from jaxshare.serving.kvcache.manager import KVManager
-from tests.helpers import one_layer as model
+from tests.serving.branches.test_branches import embedded as model
 from tests.serving.branches.test_branches import problem
-from tests.serving.workers.test_session import BUDGET, CHAT, WARM, run, written
+from tests.serving.workers.test_session import BUDGET, CHAT, WARM, run, start, written
 
 SETTINGS = {
     "names": ("Alice", "Bob"),
@@ -33,15 +31,10 @@ ROOM = 2048
 """An engine's tokens: for a session and two requests, so that a third one waits."""
 
 
-def made(tokens: int = ROOM, of: Callable[[], LoadedModel] = model, **more) -> Engine:
-    """An engine of eight rows."""
-    settings = {"max_rows": 8, "passes": 8, **more}
-    return Engine(of(), kv_bytes=tokens * token_bytes(of()), **settings)
-
-
-def start() -> Workers:
-    """A session by itself."""
-    return Workers(model(), problem().prompt(), **SETTINGS)
+def made(tokens: int = ROOM, **more) -> Engine:
+    return Engine(
+        model(), kv_bytes=tokens * token_bytes(model()), **{"max_rows": 8, "passes": 8, **more}
+    )
 
 
 def session(engine: Engine, **more) -> Workers:

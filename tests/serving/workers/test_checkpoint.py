@@ -130,7 +130,7 @@ def test_a_session_moves_between_an_engine_and_memory_of_its_own(tmp_path, whole
         presence_penalty=0.5,
     )
     nested = Grammar.lark('start: "(" start ")" | "1" start | "2"')  # of the host
-    with made(4096, model) as engine:
+    with made(4096) as engine:
         with Workers(engine.model, engine=engine, **start().settings) as session:
             # in the same passes, as rows with more places than the session's, and with a grammar
             beside = [
@@ -248,7 +248,7 @@ def test_a_save_without_keys_and_values_is_small(tmp_path):
 
 @pytest.mark.slow
 def test_small_saves_move_between_an_engine_and_memory_of_its_own(tmp_path, whole):
-    with made(4096, model) as engine:
+    with made(4096) as engine:
         with Workers(
             engine.model, engine=engine, **{**start().settings, "record": True}
         ) as session:
