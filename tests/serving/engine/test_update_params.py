@@ -513,6 +513,7 @@ def test_sessions_of_workers():
     """They end first, go on, or forbid to restart; what they have written tells the version."""
     model = one_layer()
     new, settings = other_weights(model), {"budget": 24, "passes_at_once": 4, "seed": 3}
+    settings["stop_on"] = "never"
     with Engine(model, max_rows=4) as engine:
         with Workers(model, "1. 47 + 38", engine=engine, **settings) as session:
             for _ in session.stream(8):
