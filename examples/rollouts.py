@@ -51,7 +51,8 @@ def make_step(model: LoadedModel):
         ratio = jnp.exp(chosen - sampled_with[:, 1:])
         clipped = jnp.clip(ratio, 0.8, 1.2)
         gain = jnp.minimum(ratio * gains[:, None], clipped * gains[:, None])
-        return -jnp.sum(gain * mask[:, 1:]) / jnp.sum(mask[:, 1:])
+        sampled = mask[:, 1:].astype(jnp.float32)
+        return -jnp.sum(gain * sampled) / jnp.sum(sampled)
 
     @jax.jit
     def step(params, *batch):
