@@ -312,6 +312,9 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     logprobs = state.logprobs
     if logprobs.shape[1]:
         logprobs = logprobs.at[row, index].set(drawn.log_chance, mode="drop")
+    raw = state.raw_logprobs
+    if raw is not None:
+        raw = raw.at[row, index].set(drawn.raw_log_chance, mode="drop")
     sampled = dataclasses.replace(
         state,
         reasons=reasons,
@@ -327,6 +330,7 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
             state.tokens.at[row, index].set(token, mode="drop"), index + 1, goes_on | spent
         ),
         logprobs=logprobs,
+        raw_logprobs=raw,
         top_logits=with_top_logits(state, drawn.logits, due & state.recorded, index),
         processing=drawn.processing,
     )

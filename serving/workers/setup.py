@@ -128,7 +128,7 @@ def create_session(
     Raises:
       ValueError, TooLongError, EngineError, ClosedError: see `Workers`.
     """
-    watch = Stopwatch.start()
+    watch, version = Stopwatch.start(), engine.params_version if engine else 0
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
     plan = _SessionPlan.create(model, settings)
@@ -170,6 +170,9 @@ def create_session(
     session.prepare_openings()
     for block in broken[:1]:
         session.fail_all_that_see(block)
+    if engine:
+        session.versions.append((0, version))
+        engine.follow_weights(session)
     session.compile_seconds = watch.split()[1]
     return session
 
