@@ -70,7 +70,7 @@ class Run:
         # the prompts' own come with `prefill`
         logits = jnp.zeros((len(rows), vocab)) if first is None else None
         self.state = DecodeState.create(
-            KVCache.create(model.config, capacities),
+            KVCache.create(model.config, capacities, approximate=model.approximate_kv),
             Layout.from_blocks(rows),
             first or [[]] * len(rows),
             vocab_size=vocab,
@@ -169,9 +169,9 @@ def _with_copies(cache: KVCache, blocks: int, length: int) -> KVCache:
             arena = arena.at[:, at : at + length].set(first)
         return arena
 
-    keys, values = ([copied(a) for a in arenas] for arenas in (cache.keys, cache.values))
+    keys, values = (jax.tree.map(copied, arenas) for arenas in (cache.keys, cache.values))
     lengths = cache.lengths.at[:blocks].set(length)
-    return dataclasses.replace(cache, keys=(*keys,), values=(*values,), lengths=lengths)
+    return dataclasses.replace(cache, keys=keys, values=values, lengths=lengths)
 
 
 def prepare(
