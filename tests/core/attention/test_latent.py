@@ -180,6 +180,7 @@ def test_rows_that_share_all_of_an_arena():
     latents.check([[0, 1, 2], [1, 0, 3]], [1, 1], width=1, implementation="xla")
 
 
+@pytest.mark.slow
 def test_the_cpu_kernel_takes_the_sizes_of_deepseek():
     """Two workers that read each other, 12 heads each, over latents of 512."""
     only_where_there_is("cpu")
