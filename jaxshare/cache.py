@@ -36,6 +36,7 @@ from jaxshare.arena import (
 from jaxshare.cache_config import CacheConfig
 from jaxshare.faults import Fault
 from jaxshare.layout import is_concrete
+from jaxshare.pallas.device import import_kernels
 from jaxshare.quantised_cache import Arena, approximation, check_approximation, empty_arena
 from jaxshare.rope import Rope
 from jaxshare.sharding import CyclicSharding, on_each
@@ -125,6 +126,7 @@ class KVCache:
             over the mesh, or an approximation that is not known.
         """
         check_approximation("approximate", approximate)
+        import_kernels()  # every program of a model has a cache before its first trace
         if tokens < 1 or num_blocks < 1:
             raise ValueError(
                 f"a cache has at least 1 token and 1 block; got {tokens} and {num_blocks}"
