@@ -9,7 +9,8 @@ on a machine that needs no GPU.
 Ends with code 1 where something does not compile, a kernel spills registers or needs more shared
 memory than a block can have, a decode step copies the cache, one on several devices sends more than
 it should, or one of a published model with experts is not what its configuration predicts (the part
-`experts`, scripts/gpu/predicted.py); with code 2 where the packages that this takes are missing (`make gpu-compile`
+`experts`, scripts/gpu/predicted.py) or one of a quantised model reads or writes more than its packed
+weights (the part `quantised`); with code 2 where the packages that this takes are missing (`make gpu-compile`
 installs them). What is NOT checked is what takes a GPU: results and speed. Autotuning is off, so
 XLA may choose other products on a device.
 """
@@ -46,7 +47,7 @@ from scripts.gpu.thunks import HostWork, read_list
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
 """XLA's kernels are its own affair, so its backend is looked at in decode steps alone."""
-PARTS = ("kernels", "steps", "devices", "plan", "experts", "sampling", "cold")
+PARTS = ("kernels", "steps", "devices", "plan", "experts", "sampling", "cold", "quantised")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +162,7 @@ def compile_all(compiler: Compiler, options: Options, results: Results) -> None:
         expert_tasks,
         sampling_tasks,
         cold_tasks,
+        quantised_tasks,
     )
     tasks_of = dict(zip(PARTS, all_tasks, strict=True))
     tasks = [
@@ -289,6 +291,24 @@ def cold_tasks(_: Compiler, options: Options, __: Any) -> Iterator[Task]:
             yield (
                 {"backend": backend, "name": name, "width": cold.WIDTH},
                 lambda backend=backend, name=name: cold.measured(name, backend),
+            )
+
+
+def quantised_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]:
+    """Products of quantised matrices alone, and decode steps of published models with them."""
+    from scripts.gpu import quantised_steps as steps
+
+    if "triton" in options.backends:
+        for form, rows in itertools.product(steps.FORMS, steps.ROWS):
+            yield (
+                steps.describe_product(form, rows),
+                lambda form=form, rows=rows: steps.compiled_product(compiler, form, rows),
+            )
+    if steps.BACKEND in options.backends:
+        for name, form in itertools.product(steps.MODELS, steps.FORMS):
+            yield (
+                steps.describe(name, form),
+                lambda name=name, form=form: steps.compiled(compiler, name, form),
             )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from scripts.bench.lib import Goal, table
 from scripts.gpu.expert_report import experts_text, goals_of_experts
+from scripts.gpu.quantised_report import goals_of_quantised, quantised_text
 
 SHARED_BYTES = 232_448
 """The most shared memory that a block of an H200 can have (CUDA C Programming Guide, compute
@@ -33,20 +34,21 @@ OF_OURS = 2
 
 def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
     """The goals of these results. A program that did not compile has no numbers of its own."""
-    kernels, steps, devices, experts, sampling, cold = (
+    kernels, steps, devices, experts, sampling, cold, quantised = (
         results.get(part, [])
-        for part in ("kernels", "steps", "devices", "experts", "sampling", "cold")
+        for part in ("kernels", "steps", "devices", "experts", "sampling", "cold", "quantised")
     )
     compiled = [step for step in (*steps, *devices) if step["error"] is None]
     return [
-        *_goals_of_compiling((*kernels, *steps, *devices, *experts, *cold)),
-        *_goals_of_kernels((*kernels, *devices)),
+        *_goals_of_compiling((*kernels, *steps, *devices, *experts, *cold, *quantised)),
+        *_goals_of_kernels((*kernels, *devices, *quantised)),
         *_goals_of_plans(results.get("plan")),
         *(goal for step in compiled for goal in _goals_of_memory(step)),
         *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
         *(goal for step in (*steps, *sampling) for goal in _goals_of_host(step)),
         *(goal for step in cold if step["error"] is None for goal in _goals_of_cold(step)),
         *(goal for step in experts if step["error"] is None for goal in goals_of_experts(step)),
+        *(goal for one in quantised if one["error"] is None for goal in goals_of_quantised(one)),
     ]
 
 
@@ -189,6 +191,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         "experts": experts_text,
         "sampling": _sampling_text,
         "cold": _cold_text,
+        "quantised": quantised_text,
     }
     lines += [text(report[part]) for part, text in tables.items() if report.get(part)]
     if failed := [result for part in tables for result in report.get(part, []) if result["error"]]:

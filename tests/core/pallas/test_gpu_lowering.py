@@ -12,11 +12,13 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from jaxshare.pallas.dense_products import gpu_dense_product
 from jaxshare.pallas.device import H200, assume_device
-from scripts.gpu import programs
+from scripts.gpu import programs, quantised_steps
 from tests.helpers import mostly_slow
 from tests.paths import ROOT
 
@@ -98,6 +100,14 @@ def test_windows_softcaps_and_sinks_lower_for_cuda(backend, case):
 @pytest.mark.parametrize("backend", TARGETS)
 def test_latents_lower_for_cuda(backend, case):
     check(backend, case)
+
+
+@pytest.mark.parametrize("form", mostly_slow(quantised_steps.FORMS), ids=lambda form: form.name)
+def test_products_with_quantised_matrices_lower_for_cuda(form):
+    x = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
+    matrix = quantised_steps.packed((300, 256), form)
+    text = lowered("triton", lambda x, matrix: gpu_dense_product(x, matrix, x.dtype), x, matrix)
+    assert calls(text) == {"triton"}
 
 
 @pytest.mark.slow
