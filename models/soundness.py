@@ -1,4 +1,4 @@
-"""Whether parameters are numbers that a model can compute with."""
+"""A check that parameters are numbers that a model can compute with."""
 
 from typing import Any
 

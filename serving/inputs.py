@@ -219,13 +219,18 @@ def as_top_logprobs(model: LoadedModel, count: Any) -> int:
     return as_integer("top_logprobs", count, 0, min(MOST_LOGPROBS, model.config.vocab_size))
 
 
-def check_both(kind: str | None, top_logprobs: int) -> None:
-    """Raises ValueError for the likeliest tokens beside log-probabilities of both kinds."""
+def check_both(kind: str | None, top_logprobs: int) -> tuple[str | None, int]:
+    """Returns its arguments; refuses the likeliest tokens beside log-probabilities of both kinds.
+
+    Raises:
+      ValueError: as described.
+    """
     if kind == BOTH and top_logprobs:
         raise ValueError(
             f"top_logprobs is {top_logprobs} and logprobs 'both', but the likeliest tokens are of one "
             "kind; give logprobs='raw' or 'processed', or leave top_logprobs out"
         )
+    return kind, top_logprobs
 
 
 def as_sampler(value: Any) -> Sampler:

@@ -319,12 +319,10 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     reasons = jnp.where(none_left, FinishReason.NO_TOKEN.value, reasons)
     goes_on = due & ~stopped & ~spent
     row = jnp.arange(due.shape[0])
-    logprobs = state.logprobs
+    logprobs, raw = state.logprobs, state.raw_logprobs
     if logprobs.shape[1]:
         logprobs = logprobs.at[row, index].set(drawn.log_chance, mode="drop")
-    raw = state.raw_logprobs
-    if raw is not None:
-        raw = raw.at[row, index].set(drawn.raw_log_chance, mode="drop")
+    raw = None if raw is None else raw.at[row, index].set(drawn.raw_log_chance, mode="drop")
     sampled = dataclasses.replace(
         state,
         reasons=reasons,

@@ -136,8 +136,7 @@ class Branches:
         for each in samplers:
             each.refuse(["best_of"], "a run yields all its completions; call generate to choose")
         longest = max(answer.max_new_tokens for answer in self._answers.values())
-        self._logprobs = as_logprobs(logprobs), as_top_logprobs(model, top_logprobs)
-        check_both(*self._logprobs)
+        self._logprobs = check_both(as_logprobs(logprobs), as_top_logprobs(model, top_logprobs))
         # Below a prefix keys must be rotated as the prefix's are.
         self.model = (
             dataclasses.replace(model, config=prefix.store.model.config)

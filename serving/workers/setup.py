@@ -170,10 +170,15 @@ def create_session(
     session.prepare_openings()
     for block in broken[:1]:
         session.fail_all_that_see(block)
-    if engine:
-        session.versions.append((0, version))
-        engine.follow_weights(session)
     session.compile_seconds = watch.split()[1]
+    return _following(session, version)
+
+
+def _following(session: SessionState, version: int) -> SessionState:
+    """The session, which has an engine's weights, at first of this version, from now on."""
+    if session.engine:
+        session.versions.append((0, version))
+        session.engine.follow_weights(session)
     return session
 
 
