@@ -152,7 +152,7 @@ def _kernel(
     row = pl.program_id(1) * tiles.rows + jnp.arange(tiles.rows)
     piece = pl.program_id(2)
     real = (row < rows)[None]
-    program = _Program(
+    program = _TileProgram(
         form,
         tiles,
         plt.load,
@@ -173,7 +173,7 @@ def _kernel(
     )
 
 
-class _Program(NamedTuple):
+class _TileProgram(NamedTuple):
     """One program of the kernel, which goes through its piece of the inputs in steps.
 
     Attributes:

@@ -45,7 +45,7 @@ class MatrixForm(NamedTuple):
         return not self.has_offsets and self.format in ("int8", "int4", "fp8")
 
 
-def in_arrays(kernel: Array | QuantisedTensor) -> tuple[MatrixForm, list[Array]]:
+def in_arrays(kernel: Array | QuantisedTensor) -> tuple[MatrixForm, list[Any]]:
     """The form of matrices, and their arrays: codes, scales, and zeros and offsets if there are
     any."""
     if not isinstance(kernel, QuantisedTensor):
@@ -129,7 +129,7 @@ def scaled(form: MatrixForm, number: Array, of_group: list[Callable[[], Array]])
 
 
 def group_value(form: MatrixForm, found: Array, is_scale: bool) -> Array:
-    """What is stored for a group as a float32."""
+    """A scale, zero or offset, as it is stored, in float32."""
     if form.has_powers and is_scale:
         # The exponent's bits of a float32; the smallest power is less than these.
         return lax.bitcast_convert_type(found.astype(jnp.int32) << 23, jnp.float32)

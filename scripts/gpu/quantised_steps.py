@@ -84,7 +84,7 @@ HISTORY = 32768
 BACKEND = "mosaic_gpu"
 
 
-class Form(NamedTuple):
+class PackedForm(NamedTuple):
     """The way in which a checkpoint has its matrices: format, inputs that share a scale (None for
     all), dtypes of scales and of zeros."""
 
@@ -96,16 +96,16 @@ class Form(NamedTuple):
 
 
 FORMS = (
-    Form("int4, groups of 128 with zeros", "int4", 128, jnp.float16, jnp.int8),
-    Form("int8, a scale a row", "int8", None, jnp.float32),
-    Form("fp8, blocks of 128", "fp8", 128, jnp.float32),
+    PackedForm("int4, groups of 128 with zeros", "int4", 128, jnp.float16, jnp.int8),
+    PackedForm("int8, a scale a row", "int8", None, jnp.float32),
+    PackedForm("fp8, blocks of 128", "fp8", 128, jnp.float32),
 )
 """As AWQ, compressed-tensors, and DeepSeek and Qwen publish them."""
 ROWS = (1, 64, 256, 2048)
 """Of products that are compiled alone."""
 
 
-def packed(shape: tuple[int, ...], form: Form, sharding: Any = None) -> QuantisedTensor:
+def packed(shape: tuple[int, ...], form: PackedForm, sharding: Any = None) -> QuantisedTensor:
     """The shapes of a quantised matrix."""
     kind, (*lead, inputs) = FORMATS[form.format], shape
     groups = 1 if form.group is None else inputs // form.group
@@ -122,7 +122,7 @@ def packed(shape: tuple[int, ...], form: Form, sharding: Any = None) -> Quantise
     )
 
 
-def packed_layers(params: Any, form: Form) -> Any:
+def packed_layers(params: Any, form: PackedForm) -> Any:
     """The shapes of parameters with the matrices of all layers quantised."""
 
     def map_leaf(keys: Any, leaf: jax.ShapeDtypeStruct) -> Any:
@@ -133,7 +133,7 @@ def packed_layers(params: Any, form: Form) -> Any:
     return jax.tree.map_with_path(map_leaf, params)
 
 
-def describe(name: str, form: Form) -> dict[str, Any]:
+def describe(name: str, form: PackedForm) -> dict[str, Any]:
     """The names of a program in the report."""
     config, step = MODELS[name]
     return {
@@ -144,11 +144,11 @@ def describe(name: str, form: Form) -> dict[str, Any]:
     }
 
 
-def describe_product(form: Form, rows: int) -> dict[str, Any]:
+def describe_product(form: PackedForm, rows: int) -> dict[str, Any]:
     return {"backend": "triton", "name": f"product, {form.name}, {rows} rows", "rows": rows}
 
 
-def compiled_product(compiler: Compiler, form: Form, rows: int) -> dict[str, Any]:
+def compiled_product(compiler: Compiler, form: PackedForm, rows: int) -> dict[str, Any]:
     """Compiles the product of gate and up of Llama-3.1-8B alone."""
     shape = (2 * LLAMA_8B.intermediate_size, LLAMA_8B.hidden_size)
     x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
@@ -162,7 +162,7 @@ def compiled_product(compiler: Compiler, form: Form, rows: int) -> dict[str, Any
     }
 
 
-def compiled(compiler: Compiler, name: str, form: Form) -> dict[str, Any]:
+def compiled(compiler: Compiler, name: str, form: PackedForm) -> dict[str, Any]:
     """Compiles the step of a model with two of its layers, and returns all numbers."""
     config, step = MODELS[name]
     cut = dataclasses.replace(config, num_layers=2)
@@ -179,7 +179,7 @@ def numbers(
     decoding: programs.Decoding,
     config: ModelConfig,
     step: programs.Step,
-    form: Form,
+    form: PackedForm,
 ) -> dict[str, Any]:
     """The numbers of a compiled step, those of all layers of the model, and a roofline's."""
     from scripts.gpu.compile import turn_of_layers
@@ -271,7 +271,7 @@ def _product_seconds(matrix: QuantisedTensor, rows: int) -> dict[str, float]:
     }
 
 
-def matrix_reads(text: str, lines: Sequence[str], form: Form) -> dict[str, int]:
+def matrix_reads(text: str, lines: Sequence[str], form: PackedForm) -> dict[str, int]:
     """Bytes of matrices that a layer's instructions read: our kernels, and all others of arrays in
     the dtype of codes."""
     names = {"int8": "s8", "uint8": "u8", "float8_e4m3fn": "f8e4m3fn"}
