@@ -5,6 +5,7 @@
 #   .venv-gpu     jaxshare with what compiles for a GPU, which no other target needs
 #   .venv-torch   PyTorch and transformers' models, which jaxshare is measured against and never imports
 #   .venv-lm-eval jaxshare with lm_eval; .venv-lm-eval-hf has lm_eval with PyTorch, which it is compared with
+#   .venv-docs    jaxshare with what makes the site of its documents
 #   .venv-others  jaxshare with Ray Serve and other people's clients of its server
 #   .venv-llama   llama.cpp, built for this machine from the source in its Python package, which jaxshare is measured against
 #   .venv-hogwild PyTorch and the older transformers that the authors' implementation of Hogwild! Inference needs
@@ -34,11 +35,12 @@ HOGWILD_PYTHON := .venv-hogwild/bin/python
 LM_EVAL_ENV := .venv-lm-eval/.installed
 LM_EVAL_HF_ENV := .venv-lm-eval-hf/.installed
 OTHERS_ENV := .venv-others/.installed
+DOCS_ENV := .venv-docs/.installed
 LLAMA_ENV := .venv-llama/.installed
 LLAMA := llama-cpp-python==0.3.36
 
 WHAT ?= decode
-BENCHES := agents attention before collaboration decode devices engine grammars kernels llama-cpp logits_cache mixed quantised residency sampling serve sharing workers
+BENCHES := agents approximate attention before collaboration decode devices engine grammars kernels llama-cpp logits_cache mixed quantised residency sampling serve sharing workers
 BENCH_NEEDS_attention := $(CUDA)
 BENCH_NEEDS_decode := $(TORCH_ENV)
 BENCH_NEEDS_llama-cpp := $(LLAMA_ENV)
@@ -53,7 +55,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-page test-others test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
+.PHONY: help demo serve docs docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -65,6 +67,15 @@ demo: $(RUNTIME) ## one model as two workers and as sixteen branches over one sh
 
 serve: $(SERVE) ## a model behind OpenAI's HTTP interface, on this machine alone (SERVE_ARGS='MODEL --port 8080')
 	@$(BIN)/jaxshare serve $(SERVE_ARGS)
+
+docs: $(DOCS_ENV) ## the documents as a site, at http://127.0.0.1:8001
+	@.venv-docs/bin/python -m scripts.docs.site --serve
+
+# The quick tests run the programs of the documents.
+docs-check: $(DEV) $(DOCS_ENV) ## the site, built strictly; links, spelling, commands, tables; programs that are run or say why not
+	.venv-docs/bin/python -m scripts.docs.site
+	.venv-docs/bin/codespell README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs benchmarks/*.md build/docs/command_line.md
+	$(BIN)/python -m pytest -q -m "" tests/package/test_docs.py
 
 test: $(DEV) ## ruff and the quick tests (PYTEST_ARGS='-k rope')
 	$(BIN)/ruff check
@@ -78,7 +89,7 @@ test-page: $(PAGE) ## the server's page in Chromium (CHROMIUM=PROGRAM), and the 
 test-others: $(OTHERS_ENV) ## the server before replicas under Ray Serve, and asked by lm_eval and the OpenAI Agents SDK
 	.venv-others/bin/python -m pytest -q -m others tests/serving/others
 
-test-all: $(DEV) $(PAGE) audit test-others ## ruff and all tests, the slow ones too, and an audit of dependencies
+test-all: $(DEV) $(PAGE) audit docs-check test-others ## ruff and all tests, the slow ones too, the documents, and an audit of dependencies
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/python -m pytest -q -m "not others" $(PYTEST_ARGS)
@@ -134,10 +145,10 @@ lm-eval: $(LM_EVAL_ENV) $(LM_EVAL_HF_ENV) ## tasks of lm_eval run by jaxshare an
 	.venv-lm-eval/bin/python -m scripts.lm_eval.compare "$$folder"
 
 clean: ## remove what make has made: environments, caches, builds
-	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-others .venv-llama .venv-hogwild build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-others .venv-llama .venv-hogwild .venv-docs build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python:
+.venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python .venv-docs/bin/python:
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
 	echo "making $(@:/bin/python=) with $$python" && "$$python" -m venv --clear $(@:/bin/python=)
 
@@ -190,6 +201,11 @@ $(LM_EVAL_HF_ENV): scripts/make_torch_env.sh
 	@scripts/make_torch_env.sh .venv-lm-eval-hf '$(TORCH)' 'lm_eval[hf]>=0.4.13,<0.5' 'transformers>=5,<6'
 	@touch $@
 
+$(DOCS_ENV): pyproject.toml .venv-docs/bin/python
+	@echo "installing jaxshare and what makes its site into .venv-docs"
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
 $(OTHERS_ENV): pyproject.toml .venv-others/bin/python
 	@echo "installing jaxshare, Ray Serve and clients of the server into .venv-others"
 	@.venv-others/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[others]'
@@ -199,7 +215,7 @@ $(OTHERS_ENV): pyproject.toml .venv-others/bin/python
 $(LLAMA_ENV):
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
 	echo "building llama.cpp in .venv-llama, which takes ten minutes" && "$$python" -m venv --clear .venv-llama
-	@CMAKE_ARGS=-DGGML_NATIVE=ON .venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20' 'safetensors>=0.6,<0.9'
+	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20'
 	@touch $@
 
 $(HOGWILD_ENV): scripts/make_torch_env.sh

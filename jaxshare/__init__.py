@@ -1,7 +1,7 @@
 """jaxshare: inference for groups of language-model streams that share memory.
 
 One engine for Hogwild! Inference (workers), Hydragen (branches) and Hive (agents): rows that see
-ordered lists of cached blocks. The core is pure JAX; `jaxshare.models` has Llama and Qwen,
+ordered lists of cached blocks. The core is pure JAX; `jaxshare.models` has the families of models,
 `jaxshare.serving` the engine, workers, branches, agents and the command line.
 """
 

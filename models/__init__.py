@@ -1,4 +1,4 @@
-"""Llama and Qwen models in Flax, and the files they are loaded from.
+"""Families of models in Flax, and the files that they are loaded from.
 
 model = jaxshare.models.load("Qwen/Qwen3-0.6B")
 """

@@ -200,6 +200,8 @@ class ModelConfig:
       norm_adds_one: norms multiply by 1 + scale, in float32.
       qk_norm: queries and keys are normed head by head.
       qk_norm_whole: they are normed over all heads together.
+      qkv_clip: queries, keys and values are bounded to [-qkv_clip, qkv_clip], after norms over all
+        heads together and before the rotation; 0 leaves them as they are.
       score_scale: of attention scores; None is head_dim ** -0.5.
       attention_softcap, logit_softcap: scores and logits are softcap * tanh(x / softcap); 0 leaves
         them as they are.
@@ -240,6 +242,7 @@ class ModelConfig:
     norm_placement: str = "pre"
     norm_adds_one: bool = False
     qk_norm_whole: bool = False
+    qkv_clip: float = 0.0
     score_scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -375,7 +378,8 @@ def _from_fields(fields: Fields) -> ModelConfig:
     _check_fixed(fields, family, num_layers, specific)
     rotary = specific.pop("rotary_dim", specific["head_dim"])
     max_positions = fields.positive("max_position_embeddings", int)
-    ropes = (family.read_ropes or read_rope)(fields, rotary, max_positions, family.default_theta)
+    if "rope" not in specific:
+        specific |= read_rope(fields, rotary, max_positions, family.default_theta)
     config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.positive("vocab_size", int),
@@ -386,7 +390,6 @@ def _from_fields(fields: Fields) -> ModelConfig:
         norm_eps=fields.positive("rms_norm_eps", float),
         max_positions=max_positions,
         tie_embeddings=fields.take("tie_word_embeddings", bool, family.tied_by_default),
-        **ropes,
         **specific,
     )
     fields.finish(_NO_EFFECT)

@@ -131,8 +131,10 @@ class Family:
       model_type: the `model_type` of the architecture.
       other_types: others, of models that are computed alike.
       read: (fields, hidden_size, num_heads, num_layers) -> num_kv_heads, head_dim, qkv_bias,
-        out_bias, mlp_bias, qk_norm, and those fields of ModelConfig in which it differs from Llama.
-      default_theta: the rope theta of files without one; None where it is required.
+        out_bias, mlp_bias, qk_norm, and those fields of ModelConfig in which it differs from Llama;
+        the rotation where `jaxshare.models.rope_config.read_rope` alone does not read it.
+      default_theta: the rope theta of files without one; None where it is required, and where
+        `read` returns the rotation.
       predicts_later_tokens: checkpoints may have layers after the last, which predict later tokens
         and are left out.
       modules: the names of modules in checkpoints by their paths in a layer or a model, where they
@@ -144,8 +146,6 @@ class Family:
         transposed, gate and up in turns (gpt-oss).
       quantizations: the methods of quantization_config whose weights are read without settings, as
         plain numbers. All families have those of `jaxshare.models.quantisation` beside them.
-      read_ropes: reads the rotation as `read_rope` does, which is the default; it may return
-        layer_ropes.
       text_type: the `model_type` of text_config, in checkpoints of texts and images, whose language
         model is read and the rest left out.
       text_defaults: what a text_config without a field means.
@@ -160,7 +160,6 @@ class Family:
     other_types: tuple[str, ...] = ()
     predicts_later_tokens: bool = False
     tied_by_default: bool = False
-    read_ropes: Callable[[Fields, int, int, Any], dict[str, Any]] | None = None
     stacks_experts: bool = False
     quantizations: frozenset[str] = frozenset()
     text_type: str = ""

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
@@ -56,6 +57,8 @@ class Attention(nn.Module):
             # Where devices repeat kv heads, each counts as often as the others.
             whole = functools.partial(norm, axis=self.axis)
             found[:2] = whole(name="q_norm")(found[0]), whole(name="k_norm")(found[1])
+        if c.qkv_clip:
+            found = [jnp.clip(y, -c.qkv_clip, c.qkv_clip) for y in found]
         q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in found)
         if c.qk_norm:
             q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)

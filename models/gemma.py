@@ -16,17 +16,13 @@ def _gemma2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -
 
 
 def _gemma3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    kinds = _kinds_of_gemma3(fields, num_layers)
-    return _common(fields, hidden_size, num_heads, kinds, softcaps=(None, None)) | dict(
-        qk_norm=True
-    )
-
-
-def _kinds_of_gemma3(fields: Fields, num_layers: int) -> list[str]:
     each = fields.positive("sliding_window_pattern", int, 6)
     fields.take("_sliding_window_pattern", int, None)  # the same, beside layer_types
     default = [SLIDING if (layer + 1) % each else FULL for layer in range(num_layers)]
-    return read_kinds(fields, num_layers, default)
+    kinds = read_kinds(fields, num_layers, default)
+    found = _common(fields, hidden_size, num_heads, kinds, softcaps=(None, None))
+    local = fields.positive("rope_local_base_freq", float, 10_000.0)
+    return found | read_ropes(fields, found["head_dim"], (1e6, local), kinds) | dict(qk_norm=True)
 
 
 def _common(
@@ -64,14 +60,6 @@ def _check_gelu(fields: Fields) -> None:
         raise fields.error(name, f"only {_GELU[0]} is supported")
 
 
-def _ropes_of_gemma3(
-    fields: Fields, head_dim: int, max_positions: int, default_theta: float
-) -> dict[str, Any]:
-    kinds = _kinds_of_gemma3(fields, fields.positive("num_hidden_layers", int))
-    local = fields.positive("rope_local_base_freq", float, 10_000.0)
-    return read_ropes(fields, head_dim, max_positions, (default_theta, local), kinds)
-
-
 _NAMES = {
     ("attention_post_norm",): "post_attention_layernorm",
     ("mlp_norm",): "pre_feedforward_layernorm",
@@ -91,20 +79,14 @@ _TEXT_DEFAULTS = dict(
 FAMILIES = {
     "Gemma2ForCausalLM": Family("gemma2", _gemma2, 10_000.0, modules=_NAMES, tied_by_default=True),
     "Gemma3ForCausalLM": Family(
-        "gemma3_text",
-        _gemma3,
-        1e6,
-        modules=_NAMES,
-        tied_by_default=True,
-        read_ropes=_ropes_of_gemma3,
+        "gemma3_text", _gemma3, default_theta=None, modules=_NAMES, tied_by_default=True
     ),
     "Gemma3ForConditionalGeneration": Family(
         "gemma3",
         _gemma3,
-        1e6,
+        default_theta=None,
         modules=_NAMES,
         tied_by_default=True,
-        read_ropes=_ropes_of_gemma3,
         text_type="gemma3_text",
         text_defaults=_TEXT_DEFAULTS,
         prefix="language_model.",

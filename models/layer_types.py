@@ -85,7 +85,6 @@ def same_everywhere(fields: Fields, num_layers: int, window: int | None) -> tupl
 def read_ropes(
     fields: Fields,
     head_dim: int,
-    max_positions: int,
     thetas: tuple[float, float],
     kinds: Sequence[str],
 ) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def read_ropes(
     The scaling in files of transformers 4 is of the other layers alone.
 
     Args:
-      fields, head_dim, max_positions: as for `read_rope`.
+      fields, head_dim: as for `read_rope`.
       thetas: for files without rope_theta, of layers without and with a window.
       kinds: of each layer.
 
@@ -104,6 +103,7 @@ def read_ropes(
     Raises:
       ConfigError: as `read_rope`, or a rotation that depends on the length of a text.
     """
+    max_positions = fields.positive("max_position_embeddings", int)
     given = fields.values.get("rope_parameters")
     if isinstance(given, dict) and {FULL, SLIDING} & given.keys():  # as transformers 5 writes it
         full, sliding = (

@@ -3,6 +3,7 @@
 Axis letters: R rows, T new tokens of a row, M model dim.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Float32
 
 from jaxshare import cpu
 from jaxshare.cpu import Implementation
 from jaxshare.models.expert_parallel import TokenShare
+from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.sharding import Axis, psum
 
@@ -24,6 +26,10 @@ Weight = Float[Array, "..."] | QuantisedTensor
 
 INPUTS = "inputs"
 """The collection in which linear layers keep their inputs where it is mutable."""
+_STRIP = 2**20
+"""Numbers of a quantised matrix that a CPU dequantises at once, where XLA multiplies."""
+_ALIGNED = 16
+"""Outputs that are computed at once are a multiple of this."""
 
 
 def weight(
@@ -174,20 +180,50 @@ def product(x: Float[Array, "... in"], kernel: Weight) -> Float32[Array, "... ou
     """Returns x @ kernel.T with float32 accumulation and a float32 result.
 
     The kernel is read in its stored order, which is fastest for few rows of x, and an embedding
-    serves as a head unchanged. A quantised one is rounded to x's dtype first.
+    serves as a head unchanged. A quantised one is rounded to x's dtype first: on a CPU some outputs
+    at a time, so that its plain numbers are never all there.
     """
     flat = x.reshape(-1, x.shape[-1])
     # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast
     # path.
     single = flat.shape[0] == 1 and x.dtype != jnp.float32
     rows = jnp.concatenate([flat, flat]) if single else flat
-    if isinstance(kernel, QuantisedTensor):
-        # XLA would dequantise the matrices of all layers first, which need nothing but parameters.
-        kernel, rows = jax.lax.optimization_barrier((kernel, rows))
-    y = jax.lax.dot_general(
-        rows,
-        dequantised(kernel, x.dtype),
-        (((1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+    y = _by_strips(rows, kernel) if isinstance(kernel, QuantisedTensor) else _dot(rows, kernel)
     return y[: flat.shape[0]].reshape(*x.shape[:-1], -1)
+
+
+def _dot(rows: Float[Array, "R in"], kernel: Weight) -> Float32[Array, "R out"]:
+    numbers = dequantised(kernel, rows.dtype)
+    return lax.dot_general(
+        rows, numbers, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def _by_strips(rows: Float[Array, "R in"], kernel: QuantisedTensor) -> Float32[Array, "R out"]:
+    """Multiplies with some outputs at a time on a CPU, and elsewhere with all at once."""
+    # XLA would dequantise the matrices of all layers first, which need nothing but parameters.
+    kernel, rows = lax.optimization_barrier((kernel, rows))
+    out, width = kernel.shape
+    count = -(-out * width // _STRIP)
+    strip = out // count // _ALIGNED * _ALIGNED
+    if count == 1 or not strip or jax.default_backend() != "cpu" or current_device() is not None:
+        return _dot(rows, kernel)
+    rows, kernel = kernel.ordered(rows), dataclasses.replace(kernel, order=None)
+    # XLA on a CPU has no slices of 8-bit floats: it would widen all of them first.
+    stored = kernel.codes.dtype
+    sliced = stored if jnp.issubdtype(stored, jnp.integer) else jnp.uint8
+    kernel = dataclasses.replace(kernel, codes=lax.bitcast_convert_type(kernel.codes, sliced))
+
+    def some(start: int | Array, size: int) -> Array:
+        part = kernel.map_rows(lambda each: lax.dynamic_slice_in_dim(each, start, size))
+        codes = lax.bitcast_convert_type(part.codes, stored)
+        return _dot(rows, dataclasses.replace(part, codes=codes))
+
+    def outputs(index: Array) -> Array:
+        return some(index * strip, strip)
+
+    found = jnp.moveaxis(lax.map(outputs, jnp.arange(out // strip)), 0, 1)
+    parts = [found.reshape(rows.shape[0], -1)]
+    if rest := out % strip:
+        parts.append(some(out - rest, rest))
+    return jnp.concatenate(parts, axis=1)

@@ -30,8 +30,7 @@ _WEIGHT_SUFFIXES = (
 
 def check_folders(source: Path, target: Path) -> None:
     """Raises FileNotFoundError for a source that is no model, ValueError for a target that exists."""
-    if target.exists():
-        raise ValueError(f"{target} exists; give a folder that does not, or delete it first")
+    check_target(target)
     if not (source / "config.json").is_file():
         raise FileNotFoundError(
             f"{source} has no config.json: a model folder holds config.json and model.safetensors, "
@@ -39,10 +38,17 @@ def check_folders(source: Path, target: Path) -> None:
         )
 
 
+def check_target(target: Path) -> None:
+    """Raises ValueError for a target that exists."""
+    if target.exists():
+        raise ValueError(f"{target} exists; give a folder that does not, or delete it first")
+
+
 @contextlib.contextmanager
 def new_folder(source: Path, target: Path) -> Iterator[Path]:
     """Makes a folder with the files of a model but its weights, to be written to; it becomes the
-    target at the end of the with statement, and goes where that fails.
+    target at the end of the with statement, and goes where that fails. A source that is a file has
+    no others.
 
     Raises:
       ValueError: a folder that cannot be made for the target.
@@ -55,7 +61,7 @@ def new_folder(source: Path, target: Path) -> Iterator[Path]:
         raise ValueError(f"{target} cannot be written ({error}); give a place that can") from error
     try:
         partial.chmod(0o777 & ~umask())
-        for file in source.iterdir():
+        for file in source.iterdir() if source.is_dir() else ():
             is_weights = file.name.endswith(_WEIGHT_SUFFIXES)
             if file.is_file() and not is_weights and not file.name.startswith("."):
                 shutil.copyfile(file, partial / file.name)

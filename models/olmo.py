@@ -15,24 +15,13 @@ def _olmo2(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) ->
 
 
 def _olmo3(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
-    kinds = _kinds_of_olmo3(fields, num_layers)
-    window = fields.nullable("sliding_window", int, 4096)
-    return _olmo2(fields, hidden_size, num_heads, num_layers) | dict(
-        windows=windows_of(fields, kinds, window)
-    )
-
-
-def _kinds_of_olmo3(fields: Fields, num_layers: int) -> list[str]:
     default = [SLIDING if (layer + 1) % 4 else FULL for layer in range(num_layers)]
-    return read_kinds(fields, num_layers, default)
-
-
-def _ropes_of_olmo3(
-    fields: Fields, head_dim: int, max_positions: int, default_theta: float
-) -> dict[str, Any]:
-    kinds = _kinds_of_olmo3(fields, fields.positive("num_hidden_layers", int))
-    theta = fields.positive("rope_theta", float, default_theta)  # of all layers
-    return read_ropes(fields, head_dim, max_positions, (theta, theta), kinds)
+    kinds = read_kinds(fields, num_layers, default)
+    window = fields.nullable("sliding_window", int, 4096)
+    theta = fields.positive("rope_theta", float, 500_000.0)  # of all layers
+    found = _olmo2(fields, hidden_size, num_heads, num_layers)
+    ropes = read_ropes(fields, found["head_dim"], (theta, theta), kinds)
+    return found | ropes | dict(windows=windows_of(fields, kinds, window))
 
 
 _NAMES = {
@@ -42,7 +31,5 @@ _NAMES = {
 
 FAMILIES = {
     "Olmo2ForCausalLM": Family("olmo2", _olmo2, 10_000.0, modules=_NAMES),
-    "Olmo3ForCausalLM": Family(
-        "olmo3", _olmo3, 500_000.0, modules=_NAMES, read_ropes=_ropes_of_olmo3
-    ),
+    "Olmo3ForCausalLM": Family("olmo3", _olmo3, default_theta=None, modules=_NAMES),
 }

@@ -8,12 +8,11 @@ from jaxshare.models.moe_config import read_moe
 
 def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     attention_bias = fields.take("attention_bias", bool, False)
-    if fields.take("clip_qkv", float, None) is not None:
-        raise fields.error("clip_qkv", "clipped queries, keys and values are not supported")
     return read_attention(
         fields, hidden_size, num_heads, kv_heads=num_heads, bias=attention_bias
     ) | dict(
         qk_norm_whole=True,
+        qkv_clip=fields.positive("clip_qkv", float, None) or 0.0,
         moe=read_moe(
             fields,
             fields.positive("intermediate_size", int),

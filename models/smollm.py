@@ -16,10 +16,11 @@ def _read(fields: Fields, hidden_size: int, num_heads: int, num_layers: int) -> 
     kinds = read_kinds(fields, num_layers, default)
     fields.take("pretraining_tp", int, 1)  # the number of parts of a product in training
     bias = fields.take("attention_bias", bool, False)
-    return read_attention(fields, hidden_size, num_heads, bias=bias) | dict(
+    found = read_attention(fields, hidden_size, num_heads, bias=bias) | dict(
         mlp_bias=fields.take("mlp_bias", bool, False),
         windows=windows_of(fields, kinds, window),
     )
+    return found | _read_ropes(fields, found["head_dim"], rotates)
 
 
 def _rotates(fields: Fields, num_layers: int) -> list[bool]:
@@ -36,11 +37,9 @@ def _rotates(fields: Fields, num_layers: int) -> list[bool]:
     return [bool(value) for value in given[:num_layers]]
 
 
-def _read_ropes(
-    fields: Fields, head_dim: int, max_positions: int, default_theta: float | None
-) -> dict[str, Any]:
-    found = read_rope(fields, head_dim, max_positions, default_theta)
-    rotates = _rotates(fields, fields.positive("num_hidden_layers", int))
+def _read_ropes(fields: Fields, head_dim: int, rotates: list[bool]) -> dict[str, Any]:
+    max_positions = fields.positive("max_position_embeddings", int)
+    found = read_rope(fields, head_dim, max_positions, 2_000_000.0)
     if all(rotates):
         return found
     if "short_rope" in found:
@@ -51,7 +50,5 @@ def _read_ropes(
 
 
 FAMILIES = {
-    "SmolLM3ForCausalLM": Family(
-        "smollm3", _read, 2_000_000.0, tied_by_default=True, read_ropes=_read_ropes
-    )
+    "SmolLM3ForCausalLM": Family("smollm3", _read, default_theta=None, tied_by_default=True)
 }

@@ -306,6 +306,8 @@ class DenseModel:
             q, k, v = (linear(x, a[name]) for name in "qkv")
             if c.qk_norm_whole:
                 q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")
+            if c.qkv_clip:
+                q, k, v = (np.clip(y, -c.qkv_clip, c.qkv_clip) for y in (q, k, v))
             q, k, v = (y.reshape(*x.shape[:2], -1, c.head_dim) for y in (q, k, v))
         if c.qk_norm:
             q, k = self._normed(q, a, "q_norm"), self._normed(k, a, "k_norm")

@@ -11,6 +11,7 @@ from jaxtyping import Shaped
 
 from jaxshare.models.config_fields import cut, first_line
 from jaxshare.models.gguf.blocks import BLOCK_KINDS
+from jaxshare.models.gguf.bounds import BigEndianError, check_bounds
 from jaxshare.models.safetensors_files import CheckpointError
 
 SUFFIX = ".gguf"
@@ -128,6 +129,7 @@ def read_header(path: Path) -> GGUFFile:
             + (": it is a Git LFS pointer; run git lfs pull" if pointer else "; fetch it again")
         )
     try:
+        check_bounds(path)
         reader = gguf.GGUFReader(path)
         values = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {
@@ -136,16 +138,18 @@ def read_header(path: Path) -> GGUFFile:
             )
             for each in reader.tensors
         }
-    # Of many types: it does not look where a file ends.
-    except Exception as error:
+    except BigEndianError as error:
+        raise CheckpointError(
+            f"{path} has big-endian numbers; give one of little-endian numbers"
+        ) from error
+    except Exception as error:  # of many types: the package checks little itself
         raise CheckpointError(
             f"{path} is not a complete GGUF file that can be read ({first_line(error)}); it is "
             "truncated or corrupt, or of a kind that the package gguf does not know: fetch it "
             "again, or install a newer gguf"
         ) from error
-    if reader.byte_order != "I":
-        raise CheckpointError(f"{path} is of big-endian numbers; give one of little-endian numbers")
     _check(path, values, tensors)
+    _check_places(path, tensors, reader.data_offset)
     return GGUFFile(path, values, tensors)
 
 
@@ -161,10 +165,19 @@ def _check(path: Path, values: dict[str, Any], tensors: dict[str, GGUFTensor]) -
             f"read are {', '.join((*PLAIN, *BLOCK_KINDS))}: give a file with those alone, for "
             "example one named Q4_K_M or Q8_0"
         )
-    size = os.path.getsize(path)
-    for name, each in tensors.items():
+
+
+def _check_places(path: Path, tensors: dict[str, GGUFTensor], start: int) -> None:
+    """Refuses tensors outside the file, and those that share bytes with another or with the header."""
+    size, before, end = os.path.getsize(path), "its header", start
+    for name, each in sorted(tensors.items(), key=lambda item: item[1].start):
         dtype, shape = each.stored
-        if each.start + math.prod(shape) * dtype.itemsize > size:
+        if each.start < end:
+            raise CheckpointError(
+                f"{path} is corrupt: {cut(name)} begins within {cut(before)}; fetch it again"
+            )
+        before, end = name, each.start + math.prod(shape) * dtype.itemsize
+        if end > size:
             raise CheckpointError(
                 f"{path} ends within {cut(name)}: it is truncated; fetch it again"
             )

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxshare.models.gguf.file import PLAIN, GGUFFile
 from jaxshare.models.gguf.settings import ROPE_TENSORS, architecture_of
 from jaxshare.models.safetensors_files import CheckpointError
 from jaxshare.models.safetensors_io import largest, nested, not_finite
-from jaxshare.models.tensor_names import ExpectedTensor, expected_tensors, kept_dtype
+from jaxshare.models.tensor_names import ExpectedTensor, Parameter, expected_tensors, kept_dtype
 from jaxshare.quantised import QuantisedTensor
 
 _MODULES = {
@@ -44,6 +44,8 @@ _MODULES = {
     ("moe", "shared_gate"): "ffn_gate_inp_shexp",
 }
 """The modules of a model by their paths in a layer, in the words of llama.cpp."""
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": _BFLOAT16}
 _OF_GPT_OSS = {("mlp_norm",): "post_attention_norm"}
 _MOST_PROBLEMS = 100
 _PROGRESS_BYTES = 2**30
@@ -126,8 +128,7 @@ def stored_dtype(file: GGUFFile) -> np.dtype:
     """Returns the dtype of a model whose settings give none: that of its matrices, or bfloat16 where
     some are quantised."""
     kinds = {each.kind for each in file.tensors.values() if len(each.shape) > 1}
-    dtypes = {"F32": np.float32, "F16": np.float16}
-    return np.dtype(dtypes.get(kinds.pop(), jnp.bfloat16) if len(kinds) == 1 else jnp.bfloat16)
+    return _DTYPES.get(kinds.pop(), _BFLOAT16) if len(kinds) == 1 else _BFLOAT16
 
 
 def read(
@@ -166,6 +167,22 @@ def read(
             jax.block_until_ready(params[path])
             bar.update(int(np.prod(tensor.shape)))
     return {"params": nested(params)}
+
+
+def read_stored(
+    file: GGUFFile, places: Mapping[str, tuple[ExpectedTensor, _StoredRows]]
+) -> Iterator[tuple[str, Parameter]]:
+    """Yields (name, value on the host) of each parameter, plain ones in the dtype of the file.
+
+    Raises:
+      CheckpointError: see `read`.
+    """
+    adds_one = architecture_of(file).norms_add_one
+    for name, (tensor, place) in places.items():
+        less = int(adds_one and tensor.path[-1] == "scale")
+        kind = file.tensors[place.name].kind
+        dtype = _DTYPES.get(kind, _BFLOAT16)
+        yield name, _value(file, tensor, place, np.float32 if less else dtype, True, less)
 
 
 def _value(

@@ -3,12 +3,13 @@ Q8_0 and Q4_0 of the same weights: same cores, same run, in turn.
 
     python -m scripts.bench.quantised                             # the full measurement
     python -m scripts.bench.quantised --quick                     # within three minutes on two cores
+    python -m scripts.bench.quantised --keep FOLDER               # weights stay there for other runs
     python -m scripts.bench.quantised --json --output FILE        # one JSON object
 
 A Llama of 125 M parameters and, without `--quick`, one of 1.1 B, both random. Several rows share one
 prompt, which each side stores once. jaxshare's cache is set to the prompt's length without its keys,
 since a step takes as long with any. llama.cpp takes part where there is a Python that has it: `make
-bench WHAT=llama-cpp` builds it. How to read the result is in benchmarks/README.md.
+.venv-llama/.installed` builds it. How to read the result is in benchmarks/README.md.
 """
 
 import argparse
@@ -79,6 +80,7 @@ class Options:
 
     Attributes:
       python: that runs llama.cpp, if there is one.
+      keep: the folder of weights, made by an earlier run or by this one; None for a temporary one.
     """
 
     models: tuple[str, ...]
@@ -89,6 +91,7 @@ class Options:
     quick: bool
     seed: int
     python: str | None
+    keep: Path | None
     json: bool
     output: Path | None
 
@@ -96,13 +99,16 @@ class Options:
 def quantised_model(model: LoadedModel, format: str, group: int | None) -> LoadedModel:
     """The model with all matrices quantised, and the head and the embedding, as llama.cpp has them."""
 
-    def of_one(keys: tuple[Any, ...], leaf: jax.Array) -> Any:
-        if leaf.ndim < 2 or keys[-1].key not in ("kernel", "embedding"):
+    def of_one(leaf: jax.Array) -> Any:
+        if leaf.ndim < 2:
             return leaf
         packed = quantised(np.asarray(leaf), format, group, scale_dtype=jnp.bfloat16)
         return jax.tree.map(jnp.asarray, packed)
 
-    return dataclasses.replace(model, params=jax.tree.map_with_path(of_one, model.params))
+    leaves, tree = jax.tree.flatten(model.params)
+    with ThreadPoolExecutor(cores()) as pool:
+        params = tree.unflatten(pool.map(of_one, leaves))
+    return dataclasses.replace(model, params=params)
 
 
 class Bench:
@@ -137,8 +143,7 @@ class Bench:
                 )
             )
         self._say(f"batch {rows}, decode")
-        for peer in self._peers.values():
-            self._open(peer, rows)
+        unified = {name: self._opened(peer, rows) for name, peer in self._peers.items()}
         sides: dict[str, Callable[[], float]] = {name: run.step for name, run in runs.items()}
         for name, peer in self._peers.items():
             sides[name] = lambda peer=peer: peer.ask("step", steps=o.steps)["seconds"]
@@ -149,6 +154,7 @@ class Bench:
             run.check(self._growth)
         return {
             "batch": rows,
+            "unified": unified,
             "tokens_per_second": {
                 name: rows * o.steps / statistics.median(seconds) for name, seconds in times.items()
             },
@@ -180,9 +186,21 @@ class Bench:
         run.compile_loop()
         return run
 
-    def _open(self, peer: Worker, rows: int) -> None:
+    def _opened(self, peer: Worker, rows: int) -> bool:
+        """Gives llama.cpp the prompt; returns whether its cache is one buffer for all sequences,
+        which are then read by all, or one for each: whichever is faster."""
+
+        def seconds(unified: bool) -> float:
+            self._open(peer, rows, unified)
+            return min(peer.ask("step", steps=2)["seconds"] for _ in range(2))
+
+        unified = rows > 1 and seconds(True) < seconds(False)
+        self._open(peer, rows, unified)
+        return unified
+
+    def _open(self, peer: Worker, rows: int, unified: bool) -> None:
         room = self._o.prompt + 2 * self._growth
-        peer.ask("open", rows=rows, tokens=room, flash=True, unified=rows > 1)
+        peer.ask("open", rows=rows, tokens=room, flash=True, unified=unified)
         tokens = np.random.default_rng(self._o.seed).integers(0, 1000, self._o.prompt).tolist()
         peer.ask("prefill", tokens=[tokens] * rows, share=rows > 1)
 
@@ -246,6 +264,12 @@ def parse(arguments: Sequence[str] | None) -> Options:
         metavar="PATH",
         help=f"a Python with llama-cpp-python and gguf (default {LLAMA_PYTHON}, if it is there)",
     )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="where weights are kept for other runs, 5 GB with both models (default nowhere)",
+    )
     parser.reporting()
     return _checked(parser, parser.parse_args(arguments))
 
@@ -280,6 +304,7 @@ def _checked(parser: Parser, given: argparse.Namespace) -> Options:
         given.quick,
         given.seed,
         python,
+        given.keep,
         given.json,
         given.output,
     )
@@ -328,17 +353,23 @@ def _measured(
     """The results of one model, one a batch, what it is, and llama.cpp's versions."""
     found: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
         say(f"{name}, weights")
-        parameters = write_checkpoint(Path(folder), MODELS[name], options.seed)
+        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = folder / f"{name}-{options.seed}"
+        if not (folder / "config.json").exists():  # it is written last
+            folder.mkdir(parents=True, exist_ok=True)
+            write_checkpoint(folder, MODELS[name], options.seed)
         peers: dict[str, Worker] = {}
         for side in THEIRS if options.python else ():
             assert options.python is not None
             peers[side] = stack.enter_context(Worker(options.python, WORKER, {}))
             found = peers[side].begin()
-            peers[side].ask("load", folder=folder, threads=cores(), kind=side.split()[-1])
+            kind = side.split()[-1]
+            file = str(folder / f"{kind}.gguf")
+            peers[side].ask("load", folder=str(folder), threads=cores(), kind=kind, file=file)
         say(f"{name}, quantise")
         plain = load(folder)
+        parameters = sum(each.size for each in jax.tree.leaves(plain.params))
         sides = {PLAIN: plain}
         sides |= {side: quantised_model(plain, *way) for side, way in FORMATS.items()}
         bench = Bench(options, sides, peers, say)

@@ -9,6 +9,8 @@ from typing import Any
 
 from jaxshare.models import orbax_io
 from jaxshare.models.config import ModelConfig
+from jaxshare.models.gguf import file as gguf_file
+from jaxshare.models.gguf.converting import convert_gguf
 from jaxshare.models.loading import outline
 from jaxshare.models.model_folder import check_folders
 from jaxshare.models.quantisation.converting import (
@@ -35,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="folder in Hugging Face form or in the form that this command writes; or embedded",
+        help="folder in Hugging Face form or in the form that this command writes, a GGUF file, or "
+        "embedded",
     )
     parser.add_argument(
         "target", metavar="TARGET", help="folder to write, which does not exist yet"
@@ -97,12 +100,7 @@ def run(options: argparse.Namespace) -> int:
         check_folder("TARGET", options.target)
     # beside the folder, which takes its name when all is written
     with OutputLock.of_file(options.target, "give another TARGET"):
-        source, target = local_folder(options.source), Path(options.target)
-        written = (
-            orbax_io.convert(source, target)
-            if options.quantize is None
-            else _quantise(source, target, options)
-        )
+        written = _written(local_folder(options.source), Path(options.target), options)
     form = "Orbax" if written["form"] == ORBAX else "Hugging Face"
     print(
         f"{options.target}: {written['tensors']} tensors, {written['bytes'] / 1e6:,.1f} MB, in "
@@ -112,6 +110,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**written, "folder": options.target}))
     return 0
+
+
+def _written(source: Path, target: Path, options: argparse.Namespace) -> dict[str, Any]:
+    is_gguf = not orbax_io.is_checkpoint(source) and gguf_file.find(source) is not None
+    if options.quantize is None:
+        return (convert_gguf if is_gguf else orbax_io.convert)(source, target)
+    if is_gguf:
+        raise ValueError(
+            f"{source} is in GGUF, of which --quantize makes nothing: convert it without --quantize "
+            "first, and if its matrices are plain, quantise what that writes"
+        )
+    return _quantise(source, target, options)
 
 
 def _quantise(source: Path, target: Path, options: argparse.Namespace) -> dict[str, Any]:

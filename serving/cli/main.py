@@ -19,6 +19,7 @@ from jaxshare.serving.cli import (
     calibrate,
     convert,
     demo,
+    doctor,
     generate,
     inspect,
     score,
@@ -87,6 +88,11 @@ _COMMANDS = (
         inspect,
         "tables and pictures of what a session of workers had cached and attended to",
     ),
+    (
+        "doctor",
+        doctor,
+        "versions, devices, attention backends and folders of this installation, and what to mend",
+    ),
 )
 """The name, the module and the help text of each command."""
 
@@ -103,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
     given, args = agents.split(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given, argparse.Namespace(args=args))
+    options = command_parser().parse_args(given, argparse.Namespace(args=args))
     try:
         compile_cache.enable(getattr(options, "compile_cache", None))
         with reported_compiles(_say):
@@ -158,7 +164,8 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = _Parser(
         prog="jaxshare",
         description="Inference for groups of language-model streams that share memory.",

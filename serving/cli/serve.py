@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="warning",
         help="what is logged to stderr; info has a line for each request (default warning)",
     )
+    parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="form of the log; json has an object on each line, with the request's identity "
+        "(default text)",
+    )
     arguments.add_dtype(parser)
     process_mesh.add_arguments(parser, groups="engines, of which a server has one")
     ray_pool.add_arguments(parser)
@@ -191,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
     engine = _engine_arguments(options)
     if settings.sessions_folder is not None:
         make_root(settings.sessions_folder)
-    _log_to_stderr(options.log_level)
+    _log_to_stderr(options.log_level, options.log_format)
     with contextlib.ExitStack() as held:
         listening = held.enter_context(listen(options.host, options.port))
         files = _files_of(options)
@@ -297,9 +304,11 @@ def _settle() -> None:
     gc.freeze()
 
 
-def _log_to_stderr(level: str) -> None:
+def _log_to_stderr(level: str, form: str) -> None:
+    from jaxshare.serving.http.request_log import formatter
+
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(formatter(form))
     for name in ("jaxshare", "uvicorn"):
         logger = logging.getLogger(name)
         logger.addHandler(handler)

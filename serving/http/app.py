@@ -1,7 +1,6 @@
 """The application: all endpoints, and what every request goes through."""
 
 import logging
-import secrets
 import time
 from typing import Any
 
@@ -10,7 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxshare import __version__
-from jaxshare.serving.http import errors
+from jaxshare.serving.http import errors, request_log
 from jaxshare.serving.http.auth import ApiKeys, is_open
 from jaxshare.serving.http.batches.running import Batches
 from jaxshare.serving.http.endpoints import (
@@ -138,7 +137,7 @@ def guard(app: FastAPI, settings: ServerSettings, metrics: HttpMetrics, *, is_lo
 class _Counted:
     """Counts requests, and logs each by its endpoint, its status and its time; never by its text.
 
-    Answers have an `x-request-id`, which is in the log. Requests that come while `most` are open get
+    Answers have an `x-request-id`, the request's own or a new one, which is in the log. Requests that come while `most` are open get
     503, but for those of probes.
     """
 
@@ -149,13 +148,14 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        status, begin, identity = _GONE, time.perf_counter(), secrets.token_hex(12)
+        status, begin = _GONE, time.perf_counter()
+        identity = request_log.begin_request(scope["headers"])
 
         async def counted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", identity.encode())]
+                message["headers"] = [*message["headers"], (request_log.HEADER, identity.encode())]
             await send(message)
 
         self._metrics.begun()
@@ -172,8 +172,11 @@ class _Counted:
             self._open -= 1
             path, seconds = _path_of(scope.get("route")), time.perf_counter() - begin
             self._metrics.ended(path, status, seconds)
+            fields = {"path": path, "status": status, "seconds": round(seconds, 6)}
             _log.info(
-                "%s %s: %d after %.3f s (%s)", scope["method"], path, status, seconds, identity
+                "%s %s: %d after %.3f s (%s)",
+                *(scope["method"], path, status, seconds, identity),
+                extra={"fields": {"method": scope["method"], **fields}},
             )
 
 

@@ -1,4 +1,4 @@
-"""Dense families on meshes, with packed parameters, and converted, against one device, plain ones and
+"""Families on meshes, with packed parameters, and converted, against one device, plain ones and
 what was converted."""
 
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ CASES = (
     "glm4_mqa_yarn_no_bias",  # rows in another order
     "gemma2_gqa_softcaps",
     "smollm3_mqa_biases_window",
+    "olmoe_gqa_clipped",  # bounds after norms over all heads
+    "qwen2_moe_gqa_window_of_lower_layers",
 )
 TOKENS = np.random.default_rng(5).integers(0, 96, (2, 24))
 

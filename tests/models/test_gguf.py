@@ -2,8 +2,10 @@
 their logits against transformers."""
 
 import json
+import random
 import re
 import shutil
+import struct
 import sys
 
 import gguf
@@ -289,6 +291,95 @@ def test_a_damaged_or_unknown_file_is_refused(change, error, message, tmp_path):
     with pytest.raises(error, match=message) as raised:
         models.load(file)
     assert "changed.gguf" in str(raised.value)
+
+
+def header(values: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] = (0, 0)) -> bytes:
+    """A file by hand: the format is that of docs/gguf.md in ggml."""
+    return b"GGUF" + struct.pack("<IQQ", 3, *counts) + values + tensors
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return text(b"a") + struct.pack("<IIQ", 9, kind, count) + content
+
+
+def tensor(name: bytes, sizes: tuple[int, ...], place: int, kind: int = 0) -> bytes:
+    axes = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    return text(name) + axes + struct.pack("<IQ", kind, place)
+
+
+MOST = 2**64 - 1
+DATA = bytes(4096)
+"""What follows a header, so that most of them end long before their file."""
+
+
+HOSTILE = [
+    (header(counts=(0, MOST)), f"it says that it has {MOST} values"),
+    (header(counts=(MOST, 0)), f"it says that it has {MOST} tensors"),
+    (header(counts=(0, 1000)), "not a complete GGUF file"),
+    (header(array(0, 2**40), counts=(0, 1)), f"an array of {2**40} values"),
+    (header(array(0, 2**20), counts=(0, 1)), "it ends within its header"),
+    (header(array(8, 2**20), counts=(0, 1)), "it ends within its header"),
+    (header(array(9, 1, array(9, 1)), counts=(0, 1)), "a value of type 9"),
+    (header(array(13, 1), counts=(0, 1)), "a value of type 13"),
+    (header(struct.pack("<Q", MOST), counts=(0, 1)), "it ends within its header"),
+    (header(text(b"\xff") + struct.pack("<IB", 0, 1), counts=(0, 1)), "not a complete GGUF"),
+    (header(2 * (text(b"a") + struct.pack("<IB", 0, 1)), counts=(0, 2)), "Duplicate a"),
+    (header(tensors=tensor(b"t", (), 0), counts=(1, 0)), "a tensor of 0 axes"),
+    (header(tensors=tensor(b"t", (0, 4), 0), counts=(1, 0)), r"\[0, 4\]"),
+    (header(tensors=tensor(b"t", (1,) * 5, 0), counts=(1, 0)), "a tensor of 5 axes"),
+    (header(tensors=tensor(b"t", (2**32, 2**32), 0), counts=(1, 0)), "not a complete GGUF"),
+    (header(tensors=tensor(b"t", (31, 2), 0, 8), counts=(1, 0)), "not a complete GGUF"),
+    (header(tensors=tensor(b"t", (4,), 2**40), counts=(1, 0)), "not a complete GGUF"),
+    (
+        header(tensors=tensor(b"t", (4,), MOST - 31), counts=(1, 0)),
+        "t begins within its header|overflow",
+    ),
+    (
+        header(tensors=tensor(b"t", (64,), 0) + tensor(b"u", (64,), 192), counts=(2, 0)),
+        "u begins within t",
+    ),
+    (
+        header(tensors=tensor(b"t", (64,), 0) + tensor(b"t", (64,), 256), counts=(2, 0)),
+        "duplicated tensor with name t",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_hostile_header_is_refused_by_name(content, message, tmp_path):
+    file = tmp_path / "hostile.gguf"
+    file.write_bytes(content + DATA)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        read_header(file)
+    assert "hostile.gguf" in str(raised.value)
+
+
+def test_a_file_that_ends_anywhere_is_refused_by_name(tmp_path):
+    whole = TINY.read_bytes()
+    file = tmp_path / "short.gguf"
+    for size in random.Random(0).sample(range(len(whole)), 60):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"short\.gguf"):
+            read_header(file)
+
+
+def test_bytes_that_are_changed_anywhere_in_a_header_are_refused_by_name_or_read(tmp_path):
+    whole, rng = TINY.read_bytes(), random.Random(0)
+    end = min(each.start for each in read_header(TINY).tensors.values())
+    file = tmp_path / "changed.gguf"
+    for _ in range(100):
+        content = bytearray(whole)
+        for at in rng.sample(range(4, end), 3):
+            content[at] = rng.choice((0, 1, 127, 255, rng.randrange(256)))
+        file.write_bytes(content)
+        try:
+            read_header(file)
+        except CheckpointError as error:
+            assert "changed.gguf" in str(error)
 
 
 def test_scales_that_are_no_numbers_are_refused(tmp_path):

@@ -231,6 +231,41 @@ def test_layers_that_have_experts():
     assert "model.layers.1.mlp.gate_proj.weight" not in shapes
 
 
+def test_clipped_queries_keys_and_values():
+    assert ModelConfig.from_json(OLMOE_1B_7B | dict(clip_qkv=8)).qkv_clip == 8.0
+    assert ModelConfig.from_json(OLMOE_1B_7B).qkv_clip == 0.0
+
+
+def test_windows_of_qwen3_are_of_all_layers():
+    def windows(**change):
+        return ModelConfig.from_json(QWEN3_30B_A3B | change).windows
+
+    assert windows(sliding_window=4096) == ()
+    on = dict(use_sliding_window=True)
+    for few in (0, 20, 48):  # it has no effect
+        assert windows(**on, sliding_window=1024, max_window_layers=few) == (1024,) * 48
+    assert windows(**on, sliding_window=None) == ()
+    absent = {name: value for name, value in QWEN3_30B_A3B.items() if name != "sliding_window"}
+    assert ModelConfig.from_json(absent | on).windows == (4096,) * 48
+    assert windows(**on, sliding_window=40960) == ()  # the whole context
+
+
+def test_windows_of_qwen2_are_of_every_other_lower_layer():
+    def windows(**change):
+        return ModelConfig.from_json(QWEN1_5_MOE_A2_7B | change).windows
+
+    assert windows(sliding_window=1024) == ()
+    on = dict(use_sliding_window=True, sliding_window=1024)
+    assert windows(**on, max_window_layers=5) == (*(1024, 0) * 3, *[0] * 18)
+    assert windows(**on) == (*(1024, 0) * 11, 0, 0)
+    assert windows(**on, max_window_layers=None) == (1024, 0) * 12
+    assert windows(**on, max_window_layers=0) == ()
+    # a layer_types decides in place of max_window_layers
+    kinds = [*["full_attention"] * 22, *["sliding_attention"] * 2]
+    assert windows(**on, layer_types=kinds) == (*[0] * 22, 1024, 1024)
+    assert windows(**on | dict(sliding_window=8192)) == ()  # the whole context
+
+
 def test_both_names_of_the_number_of_experts():
     later = {k: v for k, v in OLMOE_1B_7B.items() if k != "num_experts"}
     renamed = ModelConfig.from_json(later | dict(num_local_experts=64))
@@ -254,7 +289,33 @@ def test_both_names_of_the_number_of_experts():
         (QWEN3_30B_A3B, dict(n_group=4), "n_group = 4"),
         (QWEN1_5_MOE_A2_7B, dict(shared_expert_intermediate_size=0), "shared_expert_interm"),
         (MIXTRAL_8X7B, dict(sliding_window=0), "sliding_window is 0"),
-        (OLMOE_1B_7B, dict(clip_qkv=8.0), "clip_qkv is 8.0"),
+        (OLMOE_1B_7B, dict(clip_qkv=0), "clip_qkv is 0, .*greater than 0"),
+        (OLMOE_1B_7B, dict(clip_qkv=-8.0), "clip_qkv is -8.0, .*greater than 0"),
+        (OLMOE_1B_7B, dict(clip_qkv="8"), 'clip_qkv is "8", .*a finite number'),
+        (
+            QWEN3_30B_A3B,
+            dict(use_sliding_window=True, sliding_window=0),
+            "sliding_window is 0, .*greater than 0",
+        ),
+        (
+            QWEN3_30B_A3B,
+            dict(
+                use_sliding_window=True,
+                sliding_window=4096,
+                layer_types=["full_attention", *["sliding_attention"] * 47],
+            ),
+            "layer_types .* with sliding_window = 4096 all layers .* are sliding_attention",
+        ),
+        (
+            QWEN1_5_MOE_A2_7B,
+            dict(layer_types=[*["full_attention"] * 23, "sliding_attention"]),
+            "sliding_window .* layer 23 has a window",
+        ),
+        (
+            QWEN1_5_MOE_A2_7B,
+            dict(use_sliding_window=True, sliding_window=-1),
+            "sliding_window is -1, .*greater than 0",
+        ),
     ],
 )
 def test_errors_name_the_field(fields, change, message):

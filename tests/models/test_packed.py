@@ -16,6 +16,9 @@ CONFIGS = {
     "llama": TINY,
     "biases": dataclasses.replace(TINY, qkv_bias=True, mlp_bias=True, out_bias=True),
     "norms of queries and keys": dataclasses.replace(TINY, qk_norm=True, tie_embeddings=True),
+    "norms over all heads, clipped": dataclasses.replace(
+        TINY, qk_norm=False, qk_norm_whole=True, qkv_clip=0.9
+    ),
 }
 
 

@@ -33,7 +33,7 @@ ROPES = json.loads((FOLDER / "rope.json").read_text()) if (FOLDER / "rope.json")
 FORMER = [case for case in CASES if case.startswith(("llama", "qwen"))]
 FIRST = [next(group) for _, group in itertools.groupby(CASES, lambda case: case.split("_")[0])]
 QUICK_CAUSAL = [*dict.fromkeys([*FORMER, *FIRST])]
-QUICK = [*FORMER[::5], "gemma2_gqa_softcaps", "smollm3_mqa_biases_window"]
+QUICK = [*FORMER[::6], "gemma2_gqa_softcaps", "smollm3_mqa_biases_window"]
 """Cases whose caches `make test` reads and writes too: of others it takes the logits of a causal
 pass, where they are of Llama or Qwen or the first of their family."""
 

@@ -1,5 +1,7 @@
 """Models with quantised parameters against the same models with the numbers that these stand for."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
 from jaxshare.models.fingerprint import bit_sums
 from jaxshare.models.layers import Decoder, forward
-from jaxshare.models.linear import dequantised
+from jaxshare.models.linear import dequantised, products
 from jaxshare.models.packed import pack, unpack
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit, shard_params
 from jaxshare.quantised import QuantisedTensor, is_quantised, quantised
@@ -123,3 +125,33 @@ def test_a_quantised_kernel_of_a_wrong_shape_is_named():
     mlp["gate"]["kernel"] = mlp["gate"]["kernel"][:3]
     with pytest.raises(ValueError, match=r"gate/kernel is quantised with shape \(3, "):
         logits(TINY, params)
+
+
+@pytest.mark.parametrize(
+    ("format", "out", "rows", "most"),
+    # XLA copies the codes of fp8.
+    [("int8", 2048, 1, 0.7), ("int4", 2500, 5, 0.7), ("fp8", 3000, 40, 0.9)],
+)
+def test_no_plain_copy_of_a_matrix_is_made_by_xla(format, out, rows, most):
+    rng = np.random.default_rng(0)
+    width, dtype = 1024, jnp.float32
+    numbers = rng.standard_normal((3, out, width)).astype(np.float32)
+    matrices = [quantised(each, format, 64) for each in numbers]
+    order = rng.permutation(width).astype(np.int32)
+    matrices[2] = dataclasses.replace(matrices[2], order=order)
+    kernels = jax.tree.map(jnp.asarray, matrices)
+    x = rng.standard_normal((rows, width)).astype(np.float32)
+
+    def two_layers(x, kernels):
+        first, second = products(x, kernels[:2], dtype, "xla")
+        (third,) = products(first[:, :width] + second[:, :width], kernels[2:], dtype, "xla")
+        return first, second, third
+
+    compiled = jax.jit(two_layers).lower(x, kernels).compile()
+    first, second, third = compiled(x, kernels)
+    plain = [each.dequantised(np.float64) for each in matrices]
+    hidden = np.asarray(first[:, :width] + second[:, :width], np.float64)
+    for found, given, matrix in ((first, x, 0), (second, x, 1), (third, hidden, 2)):
+        np.testing.assert_allclose(found, given @ plain[matrix].T, rtol=1e-4, atol=2e-2)
+    # The issue: no dequantised copy outlives its product. Not even one of a matrix is made.
+    assert compiled.memory_analysis().temp_size_in_bytes < most * out * width * 4

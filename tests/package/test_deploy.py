@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from jaxshare.serving.cli import serve
+from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.http.auth import OPEN_PATHS
+from jaxshare.serving.http.metrics import HttpMetrics
 from tests.paths import ROOT
 from tests.serving.http.served import ScriptedEngine, served
 
@@ -216,5 +218,66 @@ def test_the_pod_has_no_rights_and_all_the_folders_that_it_writes_to():
 
 
 def test_all_files_are_looked_at():
-    named = {"Dockerfile", "compose.yaml", "kubernetes.yaml"}
+    named = {"Dockerfile", "compose.yaml", "grafana.json", "kubernetes.yaml"}
     assert {path.name for path in Path(DEPLOY).iterdir()} == named
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((DEPLOY / "grafana.json").read_text())
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
+
+
+def metric_labels() -> dict[str, set[str]]:
+    """The labels of each metric of an engine and a server, by its name in Prometheus' text."""
+    found = {}
+    for registry in (Metrics().registry, HttpMetrics().registry):
+        for metric, names in registry._collector_to_names.items():
+            labels = {*metric._labelnames}
+            found |= {name: labels | ({"le"} if "_bucket" in name else set()) for name in names}
+    return found
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    known = metric_labels()
+    for expression in expressions():
+        asked = set(re.findall(r"\bjaxshare_\w+", expression))
+        assert asked and asked <= known.keys(), expression
+        for name in asked:
+            used = set(",".join(re.findall(r"by \(([^)]*)\)", expression)).split(","))
+            assert {each.strip() for each in used} - {""} <= known[name], expression
+        assert expression.count("(") == expression.count(")")
+        assert expression.count('{instance=~"$instance"}') == len(
+            re.findall(r"\bjaxshare_\w+", expression)
+        )
+        counters = [name for name in asked if name.endswith(("_total", "_bucket"))]
+        assert (len(counters) > 0) == ("rate(" in expression), "a counter is seen by its rate alone"
+
+
+def test_the_dashboard_s_legends_are_labels_and_its_panels_do_not_overlap():
+    for panel in dashboard()["panels"]:
+        for target in panel["targets"]:
+            grouped = re.search(r"by \((\w+)\)", target["expr"])
+            known = {grouped[1]} if grouped else {"agent"}
+            assert {*re.findall(r"{{(\w+)}}", target["legendFormat"])} <= known
+        assert [target["refId"] for target in panel["targets"]] == [
+            *"ABCDEF"[: len(panel["targets"])]
+        ]
+    cells = [
+        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
+        for panel in dashboard()["panels"]
+        for x in range(panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["h"])
+    ]
+    assert len({*cells}) == len(cells) and max(x for x, _ in cells) < 24
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
+
+
+def test_every_metric_that_is_worth_a_look_is_on_the_dashboard():
+    """Those that are left out say in other words what is there."""
+    shown = {name for each in expressions() for name in re.findall(r"\bjaxshare_\w+", each)}
+    names = {name for name in metric_labels() if name.endswith(("_total", "_bucket"))}
+    left_out = {"jaxshare_guessed_tokens_total", "jaxshare_http_seconds_bucket"}
+    assert names - shown == left_out

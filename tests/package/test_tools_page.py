@@ -10,9 +10,9 @@ PAGE = (ROOT / "docs" / "tools.md").read_text(encoding="utf-8")
 
 def test_the_examples_print_what_the_page_says(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    count, names = run_examples(PAGE, tmp_path)
-    assert count == PAGE.count("```python") == 6
-    tokenizer = names["model"].tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    printed, names = run_examples(PAGE, tmp_path)
+    assert len(printed) == PAGE.count("```python") == 6
+    tokenizer = names["model"].tokenizer
     assert "<tool_response>\nOslo: rain for 7 days" in tokenizer.decode(names["tokens"])
 
 

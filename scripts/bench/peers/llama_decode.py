@@ -2,7 +2,8 @@
 One JSON object a line, in on stdin, out on stdout.
 
     (at the start)                                  -> versions
-    {"do": "load", "folder": PATH, "threads": N}    -> system: what llama.cpp was compiled for; "kind": "Q8_0", say, quantises
+    {"do": "load", "folder": PATH, "threads": N}    -> system: what llama.cpp was compiled for; "kind": "Q8_0", say, quantises, and
+                                                       "file": PATH is written, or read if it is there
     {"do": "open", "rows": R, "tokens": N, "flash": BOOL, "unified": BOOL}
                                                     -> nothing: room for R sequences of N tokens
     {"do": "prefill", "tokens": [[...], ...], "share": BOOL}
@@ -32,17 +33,22 @@ _BATCH = 2048
 class LlamaSession:
     """The model, and the batch that is being decoded."""
 
-    def load(self, folder: str, threads: int, kind: str = "") -> dict[str, Any]:
+    def load(
+        self, folder: str, threads: int, kind: str = "", file: str | None = None
+    ) -> dict[str, Any]:
         import llama_cpp
 
         self._c, self._threads, self._context = llama_cpp, threads, None
         llama_cpp.llama_backend_init()
         with tempfile.TemporaryDirectory() as temporary:
-            file = Path(temporary) / "model.gguf"
-            write(Path(folder), file, kind)
+            place = Path(file or Path(temporary) / "model.gguf")
+            if not place.exists():
+                partial = place.with_suffix(".partial")
+                write(Path(folder), partial, kind)
+                partial.rename(place)
             parameters = llama_cpp.llama_model_default_params()
             parameters.use_mmap = False
-            self._model = llama_cpp.llama_model_load_from_file(bytes(file), parameters)
+            self._model = llama_cpp.llama_model_load_from_file(bytes(place), parameters)
         if not self._model:
             raise RuntimeError("llama.cpp did not load the model")
         self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)

@@ -36,7 +36,6 @@ def write(folder: Path, file: Path, kind: str = "") -> None:
     """
     import gguf
     import numpy as np
-    from safetensors import deserialize
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(file, "llama")
@@ -52,16 +51,14 @@ def write(folder: Path, file: Path, kind: str = "") -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    tensors = deserialize((folder / "model.safetensors").read_bytes())
-    is_float32 = tensors[0][1]["dtype"] == "F32"
+    tensors = _stored(folder / "model.safetensors")
+    is_float32 = next(iter(tensors.values())).dtype == np.float32
     kinds = gguf.LlamaFileType
     types = gguf.GGMLQuantizationType
     whole = kinds.ALL_F32 if is_float32 else kinds.MOSTLY_BF16
     writer.add_file_type(kinds[f"MOSTLY_{kind}"] if kind else whole)
     _add_tokenizer(writer, folder / "tokenizer.json", config["vocab_size"])
-    for name, tensor in tensors:
-        dtype = np.float32 if is_float32 else np.uint16
-        bits = np.frombuffer(tensor["data"], dtype).reshape(tensor["shape"])
+    for name, bits in tensors.items():
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if part in name:
                 bits = _paired(bits, config[heads])
@@ -77,6 +74,26 @@ def write(folder: Path, file: Path, kind: str = "") -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _stored(file: Path) -> dict[str, Any]:
+    """The tensors of a safetensors file, those in bfloat16 as their bits; read when they are used."""
+    import numpy as np
+
+    with file.open("rb") as content:
+        size = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(size))
+    header.pop("__metadata__", None)
+    return {
+        name: np.memmap(
+            file,
+            np.float32 if each["dtype"] == "F32" else np.uint16,
+            mode="r",
+            offset=8 + size + each["data_offsets"][0],
+            shape=tuple(each["shape"]),
+        )
+        for name, each in header.items()
+    }
 
 
 def _add_tokenizer(writer: Any, file: Path, vocab_size: int) -> None:

@@ -66,7 +66,7 @@ class Run:
         # the prompts' own come with `prefill`
         logits = jnp.zeros((len(rows), vocab)) if first is None else None
         self.state = DecodeState.create(
-            KVCache.create(model.config, capacities),
+            KVCache.create(model.config, capacities, approximate=model.approximate_kv),
             Layout.from_blocks(rows),
             first or [[]] * len(rows),
             vocab_size=vocab,

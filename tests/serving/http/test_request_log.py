@@ -1,0 +1,98 @@
+"""The log of the server as JSON: an object on each line, with the identity of the request."""
+
+import io
+import json
+import logging
+import re
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+
+import pytest
+
+from jaxshare.serving.http import request_log
+from tests.serving.http.served import ScriptedEngine, served
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def lines():
+    """The lines that the server logs as JSON, parsed when called."""
+    written, handler = io.StringIO(), logging.StreamHandler()
+    handler.setStream(written)
+    handler.setFormatter(request_log.formatter("json"))
+    logger = logging.getLogger("jaxshare.http")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lambda: [json.loads(line) for line in written.getvalue().splitlines()]
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_each_request_is_an_object(lines):
+    begin = datetime.now(UTC)
+    with served(ScriptedEngine(answers=["Yes."])) as made:
+        answer = made.post(COMPLETIONS, {"prompt": "secret"})
+    (line,) = [each for each in lines() if each.get("path") == COMPLETIONS]
+    assert line["request_id"] == answer.headers["x-request-id"]
+    assert (line["method"], line["status"], line["level"]) == ("POST", 200, "info")
+    assert 0 < line["seconds"] < 60
+    assert begin.timestamp() - 1 <= datetime.fromisoformat(line["time"]).timestamp()
+    assert datetime.fromisoformat(line["time"]).utcoffset() == datetime.now(UTC).utcoffset()
+    assert "secret" not in json.dumps(lines())
+
+
+def test_what_is_logged_within_a_request_is_of_it(lines):
+    """A field that is not known is logged by its name, while the request is read."""
+    with served(ScriptedEngine(answers=["Yes."] * 2)) as made:
+        first = made.post(COMPLETIONS, {"prompt": "a", "unheard_of_field": 1})
+        made.post(COMPLETIONS, {"prompt": "a"})
+    (line,) = [each for each in lines() if "unheard_of_field" in each["message"]]
+    assert line["request_id"] == first.headers["x-request-id"]
+
+
+def test_requests_at_the_same_time_keep_their_identities(lines):
+    names = [f"client-{i}" for i in range(12)]
+    with served(ScriptedEngine(answers=["Yes."] * 12)) as made:
+        barrier = threading.Barrier(len(names))
+
+        def ask(name: str) -> str:
+            barrier.wait()
+            headers = {"X-Request-ID": name}
+            asked = made.http.post(
+                COMPLETIONS, json={"model": "tiny", "prompt": name}, headers=headers
+            )
+            return asked.headers["x-request-id"]
+
+        with ThreadPoolExecutor(len(names)) as threads:
+            assert [*threads.map(ask, names)] == names
+    logged = [each["request_id"] for each in lines() if each.get("path") == COMPLETIONS]
+    assert sorted(logged) == sorted(names)
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "a\tb", '{"a":1}', "é"])
+def test_an_identity_that_could_forge_a_line_is_replaced(given):
+    made = request_log.begin_request([(b"X-Request-Id", given.encode())])
+    assert re.fullmatch("[0-9a-f]{24}", made)
+
+
+@pytest.mark.parametrize("given", ["a", "x" * 128, "4bf92f35-77b3.4da6:a3_ce"])
+def test_a_proxy_s_identity_is_kept(given):
+    assert request_log.begin_request([(b"X-Request-Id", given.encode())]) == given
+
+
+def test_an_exception_is_one_line_with_its_traceback():
+    logger = logging.getLogger("jaxshare.http")
+    try:
+        raise ValueError("first\nsecond")
+    except ValueError:
+        arguments = logger.name, logging.ERROR, "file", 1, "it failed\n%s", ("x",)
+        record = logger.makeRecord(*arguments, sys.exc_info())
+    text = request_log.formatter("json").format(record)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert line["message"] == "it failed\nx" and "second" in line["exception"]
+    assert "ValueError" in line["exception"] and line["level"] == "error"
