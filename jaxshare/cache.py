@@ -34,6 +34,7 @@ from jaxshare.arena import (
     extents,
 )
 from jaxshare.cache_config import CacheConfig
+from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.faults import Fault
 from jaxshare.layout import is_concrete
 from jaxshare.pallas.device import import_kernels
@@ -143,9 +144,13 @@ class KVCache:
             sharding.check_shape("the cache", shape, ARENA, mesh)
         device = None if mesh is None else sharding.sharding(mesh, ARENA)
         kind, layers = (dtype, approximate, device), range(config.num_layers)
+        keys, values = (
+            tuple(empty_arena(each, *kind) for _ in layers) for each in (shape, value_shape)
+        )
+        use_large_pages(jax.tree.leaves((keys, values)))
         return cls(
-            keys=tuple(empty_arena(shape, *kind) for _ in layers),
-            values=tuple(empty_arena(value_shape, *kind) for _ in layers),
+            keys=keys,
+            values=values,
             offsets=jax.device_put(zeros),
             lengths=jax.device_put(zeros),
             capacities=jax.device_put(zeros),
