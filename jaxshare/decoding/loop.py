@@ -80,9 +80,7 @@ def decode(
     _check(state, passes, width, pieces, rows, max_idle)
     most_idle = min(max_idle, INT32_MAX) if stop_on_finish else INT32_MAX
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
-    # Inside another trace options are those of the program around.
-    options = graph_options() if is_concrete(state.cache.lengths) else {}
-    return _jitted(*options.items())(
+    return _program(state)(
         model,
         params,
         state.cache,
@@ -127,6 +125,11 @@ def _check(
             f"passes is {passes}, but the state has room to record {state.record.capacity}; create "
             "it with more, or run fewer at once"
         )
+
+
+def _program(state: DecodeState) -> Callable[..., DecodeState]:
+    """The dispatch for this device. Inside another trace options are those of the program around."""
+    return _jitted(*(graph_options() if is_concrete(state.cache.lengths) else {}).items())
 
 
 @functools.cache

@@ -51,24 +51,19 @@ def current_device() -> Device | None:
     return Device(device.device_kind, 10 * int(major) + int(minor), device.core_count)
 
 
-_KERNELS = (
-    "jax.experimental.pallas.mosaic_gpu",
-    "jax.experimental.pallas.triton",
-    "jaxshare.pallas.tiles",
-)
-"""Modules that, as they are imported, add to what JAX's caches of traces depend on."""
-
-
 def import_kernels() -> None:
-    """Imports what kernels are written with, where the code to be traced runs on a GPU.
+    """Imports the modules of kernels that add to what JAX's caches of traces depend on, where the
+    code to be traced runs on a GPU.
 
-    Whoever starts a trace calls this before: imported inside a trace it would have JAX trace, lower
-    and compile the same once more at the next call, and a model's first layer apart from the others.
+    It is called before a trace: imported inside a trace they would have JAX trace, lower and compile
+    the same once more at the next call, and a model's first layer apart from the others.
     """
     if current_device() is not None:
-        for name in _KERNELS:
-            with contextlib.suppress(ImportError):  # a backend says so when it is called
-                importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # a backend says so when it is called
+            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+        with contextlib.suppress(ImportError):
+            importlib.import_module("jax.experimental.pallas.triton")
+        importlib.import_module("jaxshare.pallas.tiles")
 
 
 def default_device() -> Any:

@@ -78,7 +78,7 @@ def measure(name: str, backend: str) -> dict[str, Any]:
 
 
 def measured(name: str, backend: str) -> dict[str, Any]:
-    """As `measure`, in a process of its own."""
+    """Measures as `measure` does, in a process of its own."""
     environment = {
         k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "MOSAIC_GPU_DUMP_TO")
     }
