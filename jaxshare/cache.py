@@ -34,8 +34,10 @@ from jaxshare.arena import (
     extents,
 )
 from jaxshare.cache_config import CacheConfig
+from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.faults import Fault
 from jaxshare.layout import is_concrete
+from jaxshare.pallas.device import import_kernels
 from jaxshare.quantised_cache import Arena, approximation, check_approximation, empty_arena
 from jaxshare.rope import Rope
 from jaxshare.sharding import CyclicSharding, on_each
@@ -125,6 +127,7 @@ class KVCache:
             over the mesh, or an approximation that is not known.
         """
         check_approximation("approximate", approximate)
+        import_kernels()  # every program of a model has a cache before its first trace
         if tokens < 1 or num_blocks < 1:
             raise ValueError(
                 f"a cache has at least 1 token and 1 block; got {tokens} and {num_blocks}"
@@ -141,9 +144,13 @@ class KVCache:
             sharding.check_shape("the cache", shape, ARENA, mesh)
         device = None if mesh is None else sharding.sharding(mesh, ARENA)
         kind, layers = (dtype, approximate, device), range(config.num_layers)
+        keys, values = (
+            tuple(empty_arena(each, *kind) for _ in layers) for each in (shape, value_shape)
+        )
+        use_large_pages(jax.tree.leaves((keys, values)))
         return cls(
-            keys=tuple(empty_arena(shape, *kind) for _ in layers),
-            values=tuple(empty_arena(value_shape, *kind) for _ in layers),
+            keys=keys,
+            values=values,
             offsets=jax.device_put(zeros),
             lengths=jax.device_put(zeros),
             capacities=jax.device_put(zeros),

@@ -31,6 +31,9 @@ _STRIP = 2**20
 _ALIGNED = 16
 """Outputs that are computed at once are a multiple of this."""
 
+_BACKENDS_OF_GPUS = frozenset({"mosaic_gpu", "triton"})
+"""The backends of attention whose passes use kernels for products too."""
+
 
 def weight(
     module: nn.Module, name: str, init: Callable[..., Any], shape: tuple[int, ...]
@@ -173,7 +176,31 @@ def products(
 ) -> Sequence[Float[Array, "... _"]]:
     """Returns x @ kernel.T for each kernel, with float32 accumulation, rounded to `dtype`."""
     found = cpu.products(x, kernels, dtype, implementation)
-    return found or [product(x, kernel).astype(dtype) for kernel in kernels]
+    return found or [_product_on_device(x, each, dtype, implementation) for each in kernels]
+
+
+def uses_gpu_kernels(implementation: Implementation) -> bool:
+    """Returns whether a pass with this `implementation` on the device that is being traced for uses
+    kernels of GPUs for its products."""
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    asked = names is None or bool(_BACKENDS_OF_GPUS.intersection(names))
+    return asked and current_device() is not None
+
+
+def _product_on_device(
+    x: Array, kernel: Weight, dtype: jax.typing.DTypeLike, implementation: Implementation
+) -> Array:
+    """x @ kernel.T, of a quantised kernel on a GPU without its dequantised numbers in memory where
+    that is served."""
+    if isinstance(kernel, QuantisedTensor) and uses_gpu_kernels(implementation):
+        from jaxshare.pallas.dense_products import gpu_dense_product
+
+        try:
+            found = gpu_dense_product(x.reshape(-1, x.shape[-1]), kernel, dtype)
+            return found.reshape(*x.shape[:-1], -1)
+        except NotImplementedError:
+            pass
+    return product(x, kernel).astype(dtype)
 
 
 def product(x: Float[Array, "... in"], kernel: Weight) -> Float32[Array, "... out"]:

@@ -28,6 +28,7 @@ from jaxshare.models.quantisation.saved import as_saved, parameters_of, restored
 from jaxshare.models.quantisation.settings import quantisation_of
 from jaxshare.models.safetensors_files import INDEX, SINGLE, CheckpointError, stored_tensors
 from jaxshare.models.safetensors_io import match_tensors, nested, not_finite, read_tensors
+from jaxshare.models.soundness import is_sound
 from jaxshare.models.tensor_names import (
     ExpectedTensor,
     Parameter,
@@ -46,7 +47,7 @@ from jaxshare.models.tensor_parallel import (
     repeats,
 )
 from jaxshare.pallas.device import default_device
-from jaxshare.quantised import QuantisedTensor, is_quantised
+from jaxshare.quantised import is_quantised
 
 PARAMS = "params"
 _MAX_SHARD_BYTES = 5 * 10**9
@@ -399,15 +400,7 @@ def _check_finite(
     """Raises CheckpointError for the first parameter that is not finite, or that has scales of zero;
     on its devices."""
     target = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-
-    def of_one(value: Any) -> Any:
-        if not isinstance(value, QuantisedTensor):
-            return jnp.isfinite(value).all()
-        sound = (jnp.isfinite(value.scales) & (value.scales != 0)).all()
-        is_float = jnp.issubdtype(value.codes.dtype, jnp.floating)
-        return sound & jnp.isfinite(value.codes).all() if is_float else sound
-
-    finite = jax.jit(of_one, out_shardings=target)
+    finite = jax.jit(is_sound, out_shardings=target)
     # All are started before the first is waited for.
     found = jax.tree.map(finite, params, is_leaf=is_quantised)
     values = jax.tree.leaves(params, is_leaf=is_quantised)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jaxshare import cpu
-from jaxshare.models.linear import Weight, dequantised
+from jaxshare.models.linear import Weight, dequantised, uses_gpu_kernels
 from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor
 
@@ -36,10 +36,6 @@ _BY_LINES = lax.RaggedDotDimensionNumbers(
 """Each row with each line of its group's matrix."""
 
 
-_KERNELS_OF_GPUS = frozenset({"mosaic_gpu", "triton"})
-"""The backends of attention whose passes use kernels for experts too."""
-
-
 def expert_products(
     x: Float[Array, "N in"],
     expert: Int[Array, "N K"],
@@ -53,11 +49,8 @@ def expert_products(
     Results of an expert that is not there are undefined. Not differentiable.
     """
     found = cpu.expert_products(x, expert, kernels, dtype, implementation)
-    if found is not None or current_device() is None:
+    if found is not None or not uses_gpu_kernels(implementation):
         return found
-    names = (implementation,) if isinstance(implementation, str) else implementation
-    if names is not None and not _KERNELS_OF_GPUS.intersection(names):
-        return None
     many = expert.size > _MOST_ROWS * kernels[0].shape[0]
     if many and _has_tokamax() and not any(isinstance(each, QuantisedTensor) for each in kernels):
         return None

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxshare import Sampler
 from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, as_texts, shown
+from jaxshare.decoding.logprobs import BOTH
 from jaxshare.decoding.processors import check_processor, find_processor
 from jaxshare.decoding.sampling_params import check_best_of
 from jaxshare.models import LoadedModel
@@ -216,6 +217,20 @@ def as_top_logprobs(model: LoadedModel, count: Any) -> int:
       TypeError: it is no integer.
     """
     return as_integer("top_logprobs", count, 0, min(MOST_LOGPROBS, model.config.vocab_size))
+
+
+def check_both(kind: str | None, top_logprobs: int) -> tuple[str | None, int]:
+    """Returns its arguments; refuses the likeliest tokens beside log-probabilities of both kinds.
+
+    Raises:
+      ValueError: as described.
+    """
+    if kind == BOTH and top_logprobs:
+        raise ValueError(
+            f"top_logprobs is {top_logprobs} and logprobs 'both', but the likeliest tokens are of one "
+            "kind; give logprobs='raw' or 'processed', or leave top_logprobs out"
+        )
+    return kind, top_logprobs
 
 
 def as_sampler(value: Any) -> Sampler:

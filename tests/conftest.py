@@ -1,6 +1,7 @@
 """Settings that every test runs under."""
 
 import atexit
+import collections
 import logging
 import os
 import secrets
@@ -80,20 +81,49 @@ _LONG = {
 }
 
 
+_made = collections.Counter()
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def _count_programs(event: str, _: float, **__: object) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        _made["programs"] += 1
+
+
 @pytest.fixture(autouse=True)
 def few_programs():
     """Forgets compiled programs when there are many: each maps pieces of memory of its own, of
-    which Linux lets a process have 65,530; then the compiler crashes."""
+    which Linux lets a process have 65,530; then the compiler crashes. They are counted once in 100
+    programs: to read of tens of thousands takes longer than most tests."""
     yield
+    if _made["programs"] < 100:
+        return
+    _made.clear()
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
         jax.clear_caches()
         gc.collect()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What imports and collection make stays to the end: no garbage is looked for among it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items):
     """What takes longest comes first, so that no process of xdist is left with it at the end."""
-    items.sort(key=lambda item: "/".join(item.path.parts[-2:]) not in _LONG)
+
+    def is_short(item) -> bool:
+        file, _, _ = item.nodeid.partition("::")
+        return "/".join(file.split("/")[-2:]) not in _LONG
+
+    items.sort(key=is_short)
 
 
 def pytest_configure(config):

@@ -13,12 +13,13 @@ from jaxshare.decoding.top_logits import TopLogits, compress_logits
 
 
 class Drawn(NamedTuple):
-    """The draws of rows: int32[R] tokens, their float32[R] log-probabilities, the float32[R, V]
-    logits that these and top logits are of (None for the model's), the logits processors after it,
-    and the bool[R] rows that these have failed."""
+    """The draws of rows: int32[R] tokens, their float32[R] log-probabilities, those under the model
+    itself where a row wants both, the float32[R, V] logits that the former and top logits are of (None
+    for the model's), the logits processors after it, and the bool[R] rows that these have failed."""
 
     token: Array
     log_chance: Array
+    raw_log_chance: Array
     logits: Array | None
     processing: Processing | None
     failed: Array
@@ -54,18 +55,24 @@ def draw_tokens(state: DecodeState, due: Array) -> Drawn:
         if state.processed is not None:
             wanted = due & state.processed & (state.scored | state.recorded)
             scored = processed.as_drawn(state.logits, positions, wanted, mesh)
-        log_chance = jnp.zeros(token.shape)
-        if state.logprobs.shape[1]:
-            log_chance = jax.lax.cond(
+
+        def log_chances(logits: Array) -> Array:
+            return jax.lax.cond(
                 jnp.any(due & state.scored),
-                lambda: logprob(state.logits if scored is None else scored, token, mesh=mesh),
-                lambda: log_chance,
+                lambda: logprob(logits, token, mesh=mesh),
+                lambda: jnp.zeros(token.shape),
             )
-        return Drawn(token, log_chance, scored, processed.processing, processed.failed)
+
+        log_chance = raw = jnp.zeros(token.shape)
+        if state.logprobs.shape[1]:
+            log_chance = log_chances(state.logits if scored is None else scored)
+        if state.raw_logprobs is not None:
+            raw = log_chances(state.logits)
+        return Drawn(token, log_chance, raw, scored, processed.processing, processed.failed)
 
     scored = None if state.processed is None else state.logits
     none, never = jnp.zeros(due.shape), jnp.zeros(due.shape, bool)
-    nothing = Drawn(none.astype(jnp.int32), none, scored, state.processing, never)
+    nothing = Drawn(none.astype(jnp.int32), none, none, scored, state.processing, never)
     return jax.lax.cond(jnp.any(due), draw, lambda: nothing)
 
 

@@ -1,4 +1,4 @@
-"""The log-probabilities that are kept of sampled tokens: of the model's logits, or as drawn."""
+"""The log-probabilities that are kept of sampled tokens: of the model's logits, as drawn, or both."""
 
 from typing import Any
 
@@ -7,13 +7,14 @@ import numpy as np
 from jaxshare.argument_checks import shown
 from jaxshare.decoding.array_rows import filled
 
-RAW, PROCESSED = "raw", "processed"
+RAW, PROCESSED, BOTH = "raw", "processed", "both"
 """The kinds of log-probabilities: under the model itself, or of the chances that tokens were drawn
-with, after biases, penalties, bans, processors, the temperature and truncation."""
+with, after biases, penalties, bans, processors, the temperature and truncation; or both of them."""
+_MUST = "it must be True, False, 'raw', 'processed' or 'both'"
 
 
 def as_logprobs(value: Any) -> str | None:
-    """Returns the kind of log-probabilities that is asked for: "raw", "processed" or None.
+    """Returns the kind of log-probabilities that is asked for: "raw", "processed", "both" or None.
 
     Args:
       value: one of these, or True for "raw" and False for None.
@@ -25,11 +26,9 @@ def as_logprobs(value: Any) -> str | None:
     if value is None or isinstance(value, bool | np.bool_):
         return RAW if value else None
     if not isinstance(value, str):
-        raise TypeError(f"logprobs is {shown(value)}; it must be True, False, 'raw' or 'processed'")
-    if value not in (RAW, PROCESSED):
-        raise ValueError(
-            f"logprobs is {shown(value)}; it must be True, False, 'raw' or 'processed'"
-        )
+        raise TypeError(f"logprobs is {shown(value)}; {_MUST}")
+    if value not in (RAW, PROCESSED, BOTH):
+        raise ValueError(f"logprobs is {shown(value)}; {_MUST}")
     return value
 
 
@@ -44,5 +43,6 @@ def logprob_places(kind: str | None, shape: tuple[int, int]) -> dict[str, Any]:
     return {
         "logprobs": filled(shape if kind else (rows, 0), dtype=np.float32),
         "scored": filled(rows, kind is not None, bool),
-        "processed": filled(rows, True, bool) if kind == PROCESSED else None,
+        "processed": filled(rows, True, bool) if kind in (PROCESSED, BOTH) else None,
+        "raw_logprobs": filled(shape, dtype=np.float32) if kind == BOTH else None,
     }

@@ -17,6 +17,7 @@ from jax import Array
 
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
+from jaxshare.command_buffers import graph_options
 from jaxshare.decoding.changes import Changes
 from jaxshare.decoding.draw import draw_tokens, with_top_logits
 from jaxshare.decoding.few_rows import put_first, take_first
@@ -28,6 +29,7 @@ from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
 from jaxshare.decoding.steps import after_sampling
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.deprecated import warn_renamed
+from jaxshare.layout import is_concrete
 from jaxshare.pallas.device import current_device
 
 
@@ -78,7 +80,9 @@ def decode(
     _check(state, passes, width, pieces, rows, max_idle)
     most_idle = min(max_idle, INT32_MAX) if stop_on_finish else INT32_MAX
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
-    return _decode(
+    # Inside another trace options are those of the program around.
+    options = graph_options() if is_concrete(state.cache.lengths) else {}
+    return _jitted(*options.items())(
         model,
         params,
         state.cache,
@@ -125,11 +129,17 @@ def _check(
         )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("model", "width", "pieces", "rows"),
-    donate_argnames=("cache", "logits", "top_logits"),
-)
+@functools.cache
+def _jitted(*options: tuple[str, str]) -> Callable[..., DecodeState]:
+    """The jitted dispatch, compiled with these options of XLA."""
+    return jax.jit(
+        _decode,
+        static_argnames=("model", "width", "pieces", "rows"),
+        donate_argnames=("cache", "logits", "top_logits"),
+        compiler_options=dict(options) or None,
+    )
+
+
 def _decode(
     model: DecodeModel,
     params: Any,
@@ -309,9 +319,10 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     reasons = jnp.where(none_left, FinishReason.NO_TOKEN.value, reasons)
     goes_on = due & ~stopped & ~spent
     row = jnp.arange(due.shape[0])
-    logprobs = state.logprobs
+    logprobs, raw = state.logprobs, state.raw_logprobs
     if logprobs.shape[1]:
         logprobs = logprobs.at[row, index].set(drawn.log_chance, mode="drop")
+    raw = None if raw is None else raw.at[row, index].set(drawn.raw_log_chance, mode="drop")
     sampled = dataclasses.replace(
         state,
         reasons=reasons,
@@ -327,6 +338,7 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
             state.tokens.at[row, index].set(token, mode="drop"), index + 1, goes_on | spent
         ),
         logprobs=logprobs,
+        raw_logprobs=raw,
         top_logits=with_top_logits(state, drawn.logits, due & state.recorded, index),
         processing=drawn.processing,
     )

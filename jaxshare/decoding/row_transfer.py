@@ -25,7 +25,7 @@ from jaxshare.trace.recorder import PassLog
 
 _OF_STATE = (
     *("cache", "logits", "top_logits", "history", "record", "stops", "passes"),
-    *("processing", "processed"),
+    *("processing", "processed", "raw_logprobs"),
 )
 """The fields of a decode state that are not moved on the host."""
 
@@ -87,6 +87,7 @@ def take_rows(
         history=history,
         processing=state.processing and state.processing.take(rows),
         processed=None if state.processed is None else state.processed[rows],
+        raw_logprobs=None if state.raw_logprobs is None else state.raw_logprobs[rows],
         record=PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
     )
 
@@ -122,6 +123,7 @@ def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
     rest: Any = {name: getattr(state, name) for name in _OF_STATE}
     rest |= dict(zip(("logits", "top_logits", "history"), logits, strict=True))
     rest |= {"processing": _processing(state, parts), "processed": _processed(state, parts)}
+    rest["raw_logprobs"] = _raw_logprobs(state, put.tokens.shape, parts)
     steps, grammars = _with_shared(put, state)
     return dataclasses.replace(put, steps=steps, grammars=grammars, **rest)
 
@@ -145,6 +147,20 @@ def _processed(state: DecodeState, parts: Sequence[PlacedRows]) -> Array | None:
     whole = np.zeros(state.layout.num_rows, bool)
     for each, rows in ((state, slice(None)), *((part.state, part.rows) for part in parts)):
         whole[rows] = False if each.processed is None else np.asarray(each.processed)
+    return jax.device_put(whole)
+
+
+def _raw_logprobs(
+    state: DecodeState, shape: tuple[int, int], parts: Sequence[PlacedRows]
+) -> Array | None:
+    """The log-probabilities under the model itself, with as many places as there are for tokens."""
+    found = (state, *(part.state for part in parts))
+    if all(each.raw_logprobs is None for each in found):
+        return None
+    whole = np.zeros(shape, np.float32)
+    for each, rows in ((state, slice(None)), *((part.state, part.rows) for part in parts)):
+        if each.raw_logprobs is not None:
+            whole[rows, : each.raw_logprobs.shape[1]] = np.asarray(each.raw_logprobs)
     return jax.device_put(whole)
 
 

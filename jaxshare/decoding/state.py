@@ -71,8 +71,7 @@ class DecodeState:
       grammars: what the texts must be, where rows have grammars.
       pending: int32[R, P + slack], tokens to feed.
       num_pending, head: int32[R], the number of pending tokens, and the index of the first.
-      seeds: uint32[R, 2], the key of each row's randomness: the words of its seed
-        (`jaxshare.seeds`).
+      seeds: uint32[R, 2], the words of each row's seed (`jaxshare.seeds`), its randomness's key.
       num_sampled: int32[R], tokens sampled so far: the counter of the row's randomness.
       num_taken: int32[R], those of them that `tokens` does not hold any more.
       max_new_tokens: int32[R], tokens that a row may sample in all.
@@ -82,8 +81,7 @@ class DecodeState:
         together or not at all. A row by itself is a session of one.
       clock: int32[R], passes that the row's session has taken part in.
       last_pass: int32[R], the clock up to which it may take part.
-      halts: bool[R], whether the session takes part in no further pass of a dispatch once one of
-        its rows has finished in it.
+      halts: bool[R], whether a row that finishes in a dispatch ends its session's part in that.
       tokens: int32[R, X], the tokens that each row sampled after those taken, a stop token
         included. A row with X of them waits for them to be taken.
       logprobs: float32[R, X] of the sampled tokens where `scored`, or [R, 0].
@@ -96,6 +94,7 @@ class DecodeState:
       max_width: the widest pass that this state can take (static).
       processing: the logits processors of rows; None where no row has one.
       processed: bool[R], rows whose log-probabilities are of what is drawn from; None for none.
+      raw_logprobs: as `logprobs`, but under the model itself; None where no row wants both kinds.
     """
 
     cache: KVCache
@@ -129,6 +128,7 @@ class DecodeState:
     max_width: int = dataclasses.field(metadata={"static": True})
     processing: Processing | None = None
     processed: Array | None = None
+    raw_logprobs: Array | None = None
 
     @classmethod
     @renamed_arguments(budgets="max_new_tokens", room="capacity", kept="num_top_logits")

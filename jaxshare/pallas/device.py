@@ -1,6 +1,8 @@
 """The facts about the GPU that kernels will run on."""
 
+import contextlib
 import dataclasses
+import importlib
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,6 +49,26 @@ def current_device() -> Device | None:
         return None
     major, minor = str(device.compute_capability).split(".")
     return Device(device.device_kind, 10 * int(major) + int(minor), device.core_count)
+
+
+_KERNELS = (
+    "jax.experimental.pallas.mosaic_gpu",
+    "jax.experimental.pallas.triton",
+    "jaxshare.pallas.tiles",
+)
+"""Modules that, as they are imported, add to what JAX's caches of traces depend on."""
+
+
+def import_kernels() -> None:
+    """Imports what kernels are written with, where the code to be traced runs on a GPU.
+
+    Whoever starts a trace calls this before: imported inside a trace it would have JAX trace, lower
+    and compile the same once more at the next call, and a model's first layer apart from the others.
+    """
+    if current_device() is not None:
+        for name in _KERNELS:
+            with contextlib.suppress(ImportError):  # a backend says so when it is called
+                importlib.import_module(name)
 
 
 def default_device() -> Any:

@@ -15,8 +15,6 @@ of a tile.
 """
 
 import functools
-import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,17 +23,20 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Int32
 
-from jaxshare.pallas.device import Device, current_device
+from jaxshare.pallas.device import Device
+from jaxshare.pallas.matrix_codes import (
+    MatrixForm,
+    group_value,
+    in_arrays,
+    numbers,
+    scaled,
+    supported_device,
+)
 from jaxshare.quantised import QuantisedTensor
 
-_DTYPES = (jnp.bfloat16, jnp.float16)
-_MIN_CAPABILITY = 80
-_MIN_CAPABILITY_FP8 = 89
 _LEAST_ROWS, _MOST_ROWS = 16, 64
 _MOST_COMPARED = 4096
 """Choices up to which each is compared with all others, to put them in order."""
-_MOST_ELEMENTS = 2**31
-"""Of an array: a kernel's indices have 32 bits."""
 
 
 def gpu_expert_products(
@@ -53,39 +54,12 @@ def gpu_expert_products(
       NotImplementedError: no such GPU, dtype or format, arrays that are too large, or a JAX without
         Triton.
     """
-    device = _supported_device(x, kernel)
+    device = supported_device(x, kernel)
     flat = expert.reshape(-1).astype(jnp.int32)
     x = kernel.ordered(x) if isinstance(kernel, QuantisedTensor) else x
     order, ends = in_order(flat, kernel.shape[0])
     found = _products(x, order, ends, kernel, jnp.dtype(dtype), device)
     return found.reshape(*expert.shape, -1)
-
-
-def _supported_device(x: Array, kernel: Array | QuantisedTensor) -> Device:
-    """The GPU to run on.
-
-    Raises:
-      NotImplementedError: see `gpu_expert_products`.
-    """
-    device = current_device()
-    if device is None or device.capability < _MIN_CAPABILITY:
-        raise NotImplementedError("it runs on NVIDIA GPUs from compute capability 8.0")
-    if x.dtype not in _DTYPES:
-        raise NotImplementedError(f"its rows are bfloat16 or float16; these are {x.dtype}")
-    if isinstance(kernel, QuantisedTensor):
-        if kernel.format not in _NUMBERS:
-            raise NotImplementedError(f"it does not read {kernel.format}")
-        if kernel.format == "fp8" and device.capability < _MIN_CAPABILITY_FP8:
-            raise NotImplementedError("GPUs convert float8_e4m3fn from compute capability 8.9 on")
-    elif kernel.dtype != x.dtype:
-        raise NotImplementedError(f"rows are {x.dtype} and matrices {kernel.dtype}")
-    if max(leaf.size for leaf in jax.tree.leaves(kernel)) >= _MOST_ELEMENTS:
-        raise NotImplementedError("an array has 2 ** 31 elements or more")
-    try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError as error:
-        raise NotImplementedError(f"this JAX has no Triton: {error}") from error
-    return device
 
 
 def in_order(
@@ -139,21 +113,7 @@ def _products(
     from jax.experimental.pallas import triton as plt
 
     experts, outputs, _ = kernel.shape
-    arrays, form = [kernel], _MatrixForm(None, 0, 1, False, False, False)
-    if isinstance(kernel, QuantisedTensor):
-        scales, powers = kernel.scales, kernel.scales.dtype == jnp.float8_e8m0fnu
-        if powers:  # which Triton does not have
-            scales = lax.bitcast_convert_type(scales, jnp.uint8)
-        given = (kernel.codes, scales, kernel.zeros, kernel.offsets)
-        arrays = [each for each in given if each is not None]
-        form = _MatrixForm(
-            kernel.format,
-            kernel.code_format.middle,
-            kernel.group,
-            kernel.zeros is not None,
-            kernel.offsets is not None,
-            powers,
-        )
+    form, arrays = in_arrays(kernel)
     tiles = _choose(order.size, experts, outputs, form.is_packed, device)
     blocks = order.size // tiles.choices + min(experts, order.size)
     # The interpreter writes all that a mask leaves out back, so it needs places for that.
@@ -168,30 +128,13 @@ def _products(
     )(x, order, ends, *arrays)[: order.size]
 
 
-class _MatrixForm(NamedTuple):
-    """The way in which matrices are kept: their format, None for plain ones; what is subtracted
-    from all codes; inputs that share a scale; which further arrays there are; and whether scales are
-    the exponents of powers of two."""
-
-    format: str | None
-    middle: int
-    group: int
-    has_zeros: bool
-    has_offsets: bool
-    has_powers: bool
-
-    @property
-    def is_packed(self) -> bool:
-        return self.format in _FOUR_BITS
-
-
 def _kernel(
     x_ref: Any,
     order_ref: Any,
     ends_ref: Any,
     codes_ref: Any,
     *rest: Any,
-    form: _MatrixForm,
+    form: MatrixForm,
     tiles: _ExpertTiles,
     share: int,
 ) -> None:
@@ -224,7 +167,7 @@ def _kernel(
                 mask=inside & there[None],
                 other=jnp.zeros((), codes_ref.dtype),
             )
-            for number, column in _numbers(form, codes, byte):
+            for number, column in numbers(form, codes, byte):
 
                 def of_group(ref: Any, column: Array = column) -> Array:
                     found = plt.load(
@@ -232,13 +175,9 @@ def _kernel(
                         mask=inside & there[None],
                         other=0,
                     )
-                    if form.has_powers and ref is group_refs[0]:
-                        # The exponent's bits of a float32; the smallest power is less than these.
-                        bits = found.astype(jnp.int32) << 23
-                        return lax.bitcast_convert_type(bits, jnp.float32)
-                    return found.astype(jnp.float32)
+                    return group_value(form, found, ref is group_refs[0])
 
-                matrix = _scaled(form, number, [functools.partial(of_group, r) for r in group_refs])
+                matrix = scaled(form, number, [functools.partial(of_group, r) for r in group_refs])
                 taken = plt.load(
                     x_ref.at[row[None], column[:, None]],
                     mask=there[:, None] & real[None],
@@ -281,47 +220,3 @@ def _own_block(ends_ref: Any, choices: int, number: Array) -> tuple[Array, Array
         return jnp.sum(jnp.where(mine, value, 0))
 
     return own(lane), own(start + (number - after + blocks) * choices), own(end)
-
-
-def _scaled(form: _MatrixForm, number: Array, of_group: list[Callable[[], Array]]) -> Array:
-    """The numbers of a matrix, of those that its codes stand for."""
-    if form.format is None:
-        return number
-    scale, *more = of_group
-    number = number.astype(jnp.float32)
-    if form.has_zeros:
-        number = number - more.pop(0)()
-    elif form.middle:
-        number = number - form.middle
-    number = number * scale()
-    return number - more.pop(0)() if form.has_offsets else number
-
-
-def _numbers(form: _MatrixForm, codes: Array, byte: Array) -> list[tuple[Array, Array]]:
-    """The numbers that codes [L, B] stand for, and the input that each column is of; twice where a
-    byte has two."""
-    if not form.is_packed:
-        return [(codes, byte)]
-    half = form.group // 2
-    low = byte // half * form.group + byte % half
-    read, wide = _NUMBERS[form.format or ""], codes.astype(jnp.int32)
-    return [(read(wide & 15), low), (read(wide >> 4), low + half)]
-
-
-def _e2m1(code: Array) -> Array:
-    """The numbers of four bits that MXFP4 has: sign, two bits of exponent, one of mantissa."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    # Twice the magnitude is a whole number.
-    twice = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
-    magnitude = twice.astype(jnp.float32) * 0.5
-    return jnp.where(code >= 8, -magnitude, magnitude)
-
-
-_NUMBERS: dict[str, Callable[[Array], Array]] = {
-    "int8": lambda code: code,
-    "fp8": lambda code: code,
-    "int4": lambda code: code,
-    "mxfp4": _e2m1,
-}
-"""The formats that the kernel reads."""
-_FOUR_BITS = frozenset({"int4", "mxfp4"})

@@ -51,7 +51,7 @@ def _write_settings(source: Source, folder: Path) -> None:
     assert source.gguf is not None
     dtype = {"dtype": params.stored_dtype(source.gguf).name}
     named = {"torch_dtype", "dtype"} & source.settings.values.keys()
-    _write(folder / "config.json", source.settings.values | ({} if named else dtype))
+    _write(folder / "config.json", {**({} if named else dtype), **source.settings.values})
     file = folder / "generation_config.json"
     if not file.exists() and (sampling := sampling_of(source.gguf)):
         _write(file, sampling)

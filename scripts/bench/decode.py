@@ -55,20 +55,23 @@ def measure(
     steps: int,
     rounds: int,
     share: bool,
+    copied: bool,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """One batch, prompts int[R, S]; with `share` what one prompt for all rows gives, too.
+    """One batch, prompts int[R, S]; with `share` what one prompt for all rows gives, too. With
+    `copied` the prompts are all the same, and each side computes the first and copies it.
 
     The first `steps` steps of each side warm it up; they are compared and not timed.
     """
     rows, growth = len(prompts), steps * (rounds + 1)
     say("compile")
     begin = time.perf_counter()
-    runs = prepare(model, prompts, steps, growth, share)
+    runs = prepare(model, prompts, steps, growth, share, copied)
     compiled = time.perf_counter() - begin
     say("prefill")
     prefill = {name: run.prefill() for name, run in runs.items()}
-    start = worker.ask("prefill", tokens=prompts.tolist())
+    asked, copies = (prompts[:1], rows) if copied else (prompts, 1)
+    start = worker.ask("prefill", tokens=asked.tolist(), copies=copies)
     say("warm up")
     trace = worker.ask("trace", steps=steps)
     for run in runs.values():
@@ -205,7 +208,8 @@ def measure_all(
         rng, results = np.random.default_rng([options.seed, 1]), []
         for batch in options.batches:
             vocab = options.family.config["vocab_size"]
-            prompts = rng.integers(0, vocab, (batch, options.prompt))
+            own = 1 if options.family.copied else batch
+            prompts = rng.integers(0, vocab, (own, options.prompt)).repeat(batch // own, axis=0)
             # it costs half a minute of compilation
             share = batch > 1 and (not options.quick or batch == max(options.batches))
             results.append(
@@ -216,6 +220,7 @@ def measure_all(
                     options.steps,
                     options.rounds,
                     share,
+                    options.family.copied,
                     lambda what, batch=batch: say(f"batch {batch}, {what}"),
                 )
             )
@@ -224,6 +229,7 @@ def measure_all(
         "parameters": parameters,
         "dtype": "bfloat16",
         "prompt": options.prompt,
+        "copies_of_one_prompt": options.family.copied,
         "rounds": options.rounds,
         "steps": options.steps,
         "warm_up_steps": options.steps,

@@ -360,13 +360,9 @@ def _measured(
             folder.mkdir(parents=True, exist_ok=True)
             write_checkpoint(folder, MODELS[name], options.seed)
         peers: dict[str, Worker] = {}
+        extra: dict[str, bool] = {}
         for side in THEIRS if options.python else ():
-            assert options.python is not None
-            peers[side] = stack.enter_context(Worker(options.python, WORKER, {}))
-            found = peers[side].begin()
-            kind = side.split()[-1]
-            file = str(folder / f"{kind}.gguf")
-            peers[side].ask("load", folder=str(folder), threads=cores(), kind=kind, file=file)
+            peers[side], extra[side], found = _started(stack, options, folder, side.split()[-1])
         say(f"{name}, quantise")
         plain = load(folder)
         parameters = sum(each.size for each in jax.tree.leaves(plain.params))
@@ -375,7 +371,29 @@ def _measured(
         bench = Bench(options, sides, peers, say)
         results = [bench.batch(rows) for rows in options.batches]
         sizes = {side: _nbytes(model) for side, model in sides.items()}
-    return results, {"parameters": parameters, "bytes": sizes}, found
+    settings = {"parameters": parameters, "bytes": sizes, "llama_cpp_extra_buffers": extra}
+    return results, settings, found
+
+
+def _started(
+    stack: contextlib.ExitStack, options: Options, folder: Path, kind: str
+) -> tuple[Worker, bool, dict[str, str]]:
+    """llama.cpp with the weights in a kind of blocks; whether it has them in its forms for the
+    machine's matrix unit and vector units, with which it crashes on some; and its versions."""
+    assert options.python is not None
+    for extra in (True, False):
+        peer = stack.enter_context(Worker(options.python, WORKER, {}))
+        found = peer.begin()
+        file = str(folder / f"{kind}.gguf")
+        try:
+            peer.ask("load", folder=str(folder), threads=cores(), kind=kind, file=file, extra=extra)
+            peer.ask("open", rows=1, tokens=64, flash=True, unified=False)
+            peer.ask("prefill", tokens=[[1, 2, 3]])
+            return peer, extra, found
+        except WorkerError:
+            if not extra:
+                raise
+    raise AssertionError
 
 
 def _nbytes(model: LoadedModel) -> int:

@@ -22,7 +22,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
 
 
 def _summaries(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The sentence about each command in the list of commands."""
+    """The words with which the list of commands describes each."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return {each.dest: each.help or "" for each in action._choices_actions}

@@ -9,7 +9,8 @@ on a machine that needs no GPU.
 Ends with code 1 where something does not compile, a kernel spills registers or needs more shared
 memory than a block can have, a decode step copies the cache, one on several devices sends more than
 it should, or one of a published model with experts is not what its configuration predicts (the part
-`experts`, scripts/gpu/predicted.py); with code 2 where the packages that this takes are missing (`make gpu-compile`
+`experts`, scripts/gpu/predicted.py) or one of a quantised model reads or writes more than its packed
+weights (the part `quantised`); with code 2 where the packages that this takes are missing (`make gpu-compile`
 installs them). What is NOT checked is what takes a GPU: results and speed. Autotuning is off, so
 XLA may choose other products on a device.
 """
@@ -29,6 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 from scripts.bench.lib import Parser, command, finish, machine, versions
+from scripts.gpu import cold
 from scripts.gpu.compiler import Compiler, MissingError, Program, Toolchain
 from scripts.gpu.hlo import (
     collectives,
@@ -40,10 +42,12 @@ from scripts.gpu.hlo import (
     opcode,
 )
 from scripts.gpu.report import LARGE, all_goals, as_text
+from scripts.gpu.results import Results
+from scripts.gpu.thunks import HostWork, read_list
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
 """XLA's kernels are its own affair, so its backend is looked at in decode steps alone."""
-PARTS = ("kernels", "steps", "devices", "plan", "experts")
+PARTS = ("kernels", "steps", "devices", "plan", "experts", "sampling", "cold", "quantised")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Options:
     whole: bool
     json: bool
     output: Path | None
+    resume: bool
 
 
 def parse(arguments: Sequence[str] | None) -> Options:
@@ -80,14 +85,24 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the JSON object to this file too"
     )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what FILE has: results of this commit are not compiled again, those of others "
+        "stay until they are",
+    )
     given = parser.parse_args(arguments)
     lists = {}
     for name, known in (("backends", BACKENDS), ("parts", PARTS)):
         lists[name] = tuple(dict.fromkeys(getattr(given, name).split(",")))
         if wrong := [word for word in lists[name] if word not in known]:
             parser.error(f"--{name} has {wrong[0]!r}, but there are {', '.join(known)}")
+    if given.resume and given.output is None:
+        parser.error("--resume needs --output FILE, whose results it goes on with")
     parser.check_output(given.output)
-    return Options(**lists, whole=given.all, json=given.json, output=given.output)
+    return Options(
+        **lists, whole=given.all, json=given.json, output=given.output, resume=given.resume
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,22 +118,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpu_compile_") as folder:
         toolchain.prepare(Path(folder))
         compiler = Compiler(toolchain, Path(folder))
-        results = compile_all(compiler, options)
-    goals = all_goals(results)
-    report = {
-        "check": "gpu-compile",
-        "command": asked,
-        "target": compiler.device,
-        "machine": machine(),
-        "versions": {
-            **versions(("jax", "jaxlib", "flax", "numpy")),
-            **toolchain.packages,
-            "ptxas": toolchain.release,
-        },
-        **results,
-        "ok": all(goal.met is not False for goal in goals),
-    }
-    finish(report, as_text(report), goals, as_json=options.json, output=options.output)
+        results = Results(PARTS, options.output if options.resume else None)
+        try:
+            compile_all(compiler, options, results)
+        finally:
+            # What is done counts, also where this is stopped before the end.
+            found = results.all()
+            goals = all_goals(found)
+            report = {
+                "check": "gpu-compile",
+                "command": asked,
+                "target": compiler.device,
+                "machine": machine(),
+                "versions": {
+                    **versions(("jax", "jaxlib", "flax", "numpy")),
+                    **toolchain.packages,
+                    "ptxas": toolchain.release,
+                },
+                **found,
+                "ok": all(goal.met is not False for goal in goals),
+            }
+            shown = as_text(report)
+            finish(report, shown, goals, as_json=options.json, output=options.output)
     return 0 if report["ok"] else 1
 
 
@@ -126,22 +147,31 @@ Task = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 """(what is compiled, what compiles it and finds its numbers)."""
 
 
-def compile_all(compiler: Compiler, options: Options) -> dict[str, list[dict[str, Any]]]:
-    """The results of each part of the options; what does not compile has an `error` in place of
-    its numbers."""
+def compile_all(compiler: Compiler, options: Options, results: Results) -> None:
+    """Adds the results of each part of the options that are not there yet; what does not compile
+    has an `error` in place of its numbers."""
     # These import JAX, which has to wait until the environment is set.
     from jaxshare.pallas.device import H200, assume_device
     from scripts.gpu import programs
 
-    all_tasks = kernel_tasks, step_tasks, device_tasks, plan_tasks, expert_tasks
+    all_tasks = (
+        kernel_tasks,
+        step_tasks,
+        device_tasks,
+        plan_tasks,
+        expert_tasks,
+        sampling_tasks,
+        cold_tasks,
+        quantised_tasks,
+    )
     tasks_of = dict(zip(PARTS, all_tasks, strict=True))
     tasks = [
         (part, *task)
         for part in PARTS
         if part in options.parts
         for task in tasks_of[part](compiler, options, programs)
+        if not results.is_new(part, task[0])
     ]
-    results: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS if part in options.parts}
     with assume_device(H200), tqdm(tasks, leave=False, file=sys.stderr) as bar:
         for part, about, task in bar:
             bar.set_description_str(f"{about.get('backend', 'plan')}: {about['name']}")
@@ -150,10 +180,8 @@ def compile_all(compiler: Compiler, options: Options) -> dict[str, list[dict[str
                 found = {"error": None, **task()}
             except Exception as error:  # from any compiler; the other programs still count
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            results[part].append(
-                {**about, "seconds": round(time.perf_counter() - begin, 2), **found}
-            )
-    return results
+            seconds = round(time.perf_counter() - begin, 2)
+            results.add(part, {**about, "seconds": seconds, **found})
 
 
 def kernel_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterator[Task]:
@@ -242,6 +270,48 @@ def expert_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]
             )
 
 
+def sampling_tasks(compiler: Compiler, _: Options, __: Any) -> Iterator[Task]:
+    """Samplers alone."""
+    from scripts.gpu import samplers
+
+    for name, sampler in samplers.SAMPLERS.items():
+        function, arguments = samplers.sampling(sampler)
+        yield (
+            {"name": name, "rows": samplers.ROWS, "vocab": samplers.VOCAB},
+            lambda function=function, arguments=arguments: {
+                "host": host_work(compiler.compile(function, *arguments))
+            },
+        )
+
+
+def cold_tasks(_: Compiler, options: Options, __: Any) -> Iterator[Task]:
+    """From the start of a program to its first step, with models of real sizes."""
+    for backend, name in itertools.product(options.backends, cold.MODELS):
+        if backend in cold.TARGETS:
+            yield (
+                {"backend": backend, "name": name, "width": cold.WIDTH},
+                lambda backend=backend, name=name: cold.measured(name, backend),
+            )
+
+
+def quantised_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]:
+    """Products of quantised matrices alone, and decode steps of published models with them."""
+    from scripts.gpu import quantised_steps as steps
+
+    if "triton" in options.backends:
+        for form, rows in itertools.product(steps.FORMS, steps.ROWS):
+            yield (
+                steps.describe_product(form, rows),
+                lambda form=form, rows=rows: steps.compiled_product(compiler, form, rows),
+            )
+    if steps.BACKEND in options.backends:
+        for name, form in itertools.product(steps.MODELS, steps.FORMS):
+            yield (
+                steps.describe(name, form),
+                lambda name=name, form=form: steps.compiled(compiler, name, form),
+            )
+
+
 def mesh_of(compiler: Compiler, spread: Any) -> Any:
     return spread.mesh(compiler.devices(spread.tensor * spread.kv))
 
@@ -271,8 +341,14 @@ def step_numbers(program: Program, decoding: Any) -> dict[str, Any]:
         "aliased_bytes": program.alias_bytes,
         "cache_bytes": decoding.cache_bytes,
         "launches": pass_launches(program.text, decoding.layers),
+        "host": host_work(program),
         "spill_bytes": sum(kernel.spill_bytes for kernel in program.kernels),
     }
+
+
+def host_work(program: Program) -> dict[str, int]:
+    """The work of the host in a dispatch."""
+    return dataclasses.asdict(HostWork.of(read_list(program.launches)))
 
 
 def device_numbers(program: Program, decoding: Any) -> dict[str, Any]:

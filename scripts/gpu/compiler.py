@@ -66,9 +66,9 @@ class Toolchain:
                 )
         return cls(found, *find_ptxas())
 
-    def prepare(self, folder: Path) -> None:
-        """Sets the environment: kernels, lists of launches and Mosaic's own reports go to `folder`.
-        Before JAX is imported."""
+    def prepare(self, folder: Path, *, reports: bool = True) -> None:
+        """Sets the environment: kernels, lists of launches and Mosaic's own reports go to `folder`,
+        unless there are to be none. Before JAX is imported."""
         os.environ["JAX_PLATFORMS"] = "cpu"
         # Every search for ptxas must find the one that makes the report: XLA writes PTX for
         # the one that it finds. JAX would rather name NVIDIA's Python package to XLA, if it is
@@ -77,14 +77,14 @@ class Toolchain:
         os.environ["CUDA_ROOT"] = str(self.ptxas.parent.parent)
         # Tiles are to be the built-in ones, whatever was measured on this machine.
         os.environ["JAXSHARE_CACHE"] = str(folder / "none")
-        os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+        if reports:
+            os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
         os.environ["XLA_FLAGS"] = " ".join(
             [
                 os.environ.get("XLA_FLAGS", ""),
                 "--xla_gpu_autotune_level=0",  # there is nothing to measure on
                 f"--xla_gpu_cuda_data_dir={self.ptxas.parent.parent}",
-                f"--xla_dump_to={folder}",
-                "--xla_dump_emitter_re=ptx",
+                *([f"--xla_dump_to={folder}", "--xla_dump_emitter_re=ptx"] if reports else []),
             ]
         )
 
@@ -202,7 +202,10 @@ def read_dynamic_shared(passes: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: its optimised HLO, its kernels, and its memory in bytes."""
+    """A compiled program: its optimised HLO, its kernels, and its memory in bytes.
+
+    `launches` is what its host works through, as `scripts.gpu.thunks` reads it.
+    """
 
     text: str
     kernels: tuple[Kernel, ...]
@@ -210,6 +213,7 @@ class Program:
     alias_bytes: int
     argument_bytes: int = 0
     output_bytes: int = 0
+    launches: str = ""
 
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
@@ -249,6 +253,35 @@ class Compiler:
         Raises whatever tracing, lowering and compiling do: a kernel that needs more shared memory
         than there is, is an error here.
         """
+        try:
+            with self.inside(mesh):
+                traced = self.trace(function, *arguments, mesh=mesh, **options)
+                compiled = self.finish(traced.lower(lowering_platforms=("cuda",)))
+            text = compiled.as_text() or ""
+            memory = compiled.memory_analysis()
+            return Program(
+                text,
+                (*self._mosaic_kernels(text), *self._triton_kernels(text)),
+                memory.temp_size_in_bytes,
+                memory.alias_size_in_bytes,
+                memory.argument_size_in_bytes,
+                memory.output_size_in_bytes,
+                self._launches(),
+            )
+        finally:
+            self._clear()
+
+    @contextlib.contextmanager
+    def inside(self, mesh: Any = None) -> Iterator[None]:
+        """A context for all steps of compiling, in which compilers are silent."""
+        import jax
+
+        mesh = self._mesh if mesh is None else mesh
+        with _silence(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+
+    def trace(self, function: Any, *arguments: Any, mesh: Any = None, **options: Any) -> Any:
+        """Traces `function` as `compile` does."""
         import jax
 
         mesh = self._mesh if mesh is None else mesh
@@ -259,26 +292,21 @@ class Compiler:
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cut or whole)
 
         shapes = jax.tree.map(placed, arguments)
-        try:
-            with _silence(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                compiled = (
-                    jax.jit(function, **options)
-                    .trace(*shapes)
-                    .lower(lowering_platforms=("cuda",))
-                    .compile()
-                )
-            text = compiled.as_text() or ""
-            memory = compiled.memory_analysis()
-            return Program(
-                text,
-                (*self._mosaic_kernels(text), *self._triton_kernels(text)),
-                memory.temp_size_in_bytes,
-                memory.alias_size_in_bytes,
-                memory.argument_size_in_bytes,
-                memory.output_size_in_bytes,
-            )
-        finally:
-            self._clear()
+        return jax.jit(function, **options).trace(*shapes)
+
+    @staticmethod
+    def finish(lowered: Any) -> Any:
+        """Compiles what is lowered, with the options that the decode loop has on a GPU."""
+        from jaxshare.command_buffers import LOOPS_IN_GRAPHS
+
+        return lowered.compile(compiler_options=LOOPS_IN_GRAPHS)
+
+    def _launches(self) -> str:
+        """XLA's list of launches, with graphs where it has made any."""
+        for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence"):
+            if found := sorted(self._folder.glob(f"*.{name}.txt")):
+                return found[-1].read_text(encoding="utf-8")
+        raise ValueError("XLA has written no list of launches: look for it anew in this JAX")
 
     def _mosaic_kernels(self, text: str) -> list[Kernel]:
         """The kernels that are in the program.

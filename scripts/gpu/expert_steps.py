@@ -80,7 +80,7 @@ def numbers(
     by_kind = {
         kind: [line for line in turn if f"layers_{at}/" in line] for kind, at in last.items()
     }
-    per_layer = {kind: _by_what(lines) for kind, lines in by_kind.items()}
+    per_layer = {kind: launches_by_what(lines) for kind, lines in by_kind.items()}
     number = Counter(str(kind) for kind in predicted.kinds(model.config))
     inside = sum(
         f"layers_{i}/" in line for i in range(config.num_layers) for line in launches(turn)
@@ -158,7 +158,7 @@ def _held(params: Any) -> dict[str, int]:
     return dict(found)
 
 
-def _by_what(lines: Sequence[str]) -> dict[str, int]:
+def launches_by_what(lines: Sequence[str]) -> dict[str, int]:
     """Launches by what they are: kernels of ours, products of XLA, collectives, copies, others."""
     ours = {*kernel_calls(lines)}
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 _RESULT = re.compile(r"^\s*(?:ROOT )?%\S+ = (.*?) ([a-z][a-z0-9-]*)\(")
 
@@ -174,6 +174,28 @@ def launches(lines: Iterator[str] | Sequence[str]) -> list[str]:
     return [
         line for line in lines if opcode(line) not in _FREE and not opcode(line).endswith("-done")
     ]
+
+
+def operand_bytes(text: str) -> Callable[[str], list[tuple[str, int]]]:
+    """Returns a function of an instruction of this text that gives the dtype and the bytes of each
+    array that it is given, in their order."""
+    results = {
+        match[1]: match[2]
+        for line in text.splitlines()
+        if (match := re.match(r"\s*(?:ROOT )?(%\S+) = (.*?) [a-z][a-z0-9-]*\(", line))
+    }
+
+    def found(line: str) -> list[tuple[str, int]]:
+        match = _RESULT.match(line)
+        assert match, line
+        given = line[match.end() :].partition(")")[0]
+        return [
+            (dtype, math.prod(int(n) for n in dims.split(",") if n) * int(bits or 8) // 8)
+            for name in re.findall(r"%[^\s,()]+", given)
+            for dtype, bits, dims in _TYPED.findall(results.get(name, ""))
+        ]
+
+    return found
 
 
 def kernel_calls(lines: Iterator[str] | Sequence[str]) -> list[str]:

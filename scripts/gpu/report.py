@@ -5,6 +5,7 @@ from typing import Any
 
 from scripts.bench.lib import Goal, table
 from scripts.gpu.expert_report import experts_text, goals_of_experts
+from scripts.gpu.quantised_report import goals_of_quantised, quantised_text
 
 SHARED_BYTES = 232_448
 """The most shared memory that a block of an H200 can have (CUDA C Programming Guide, compute
@@ -33,17 +34,21 @@ OF_OURS = 2
 
 def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
     """The goals of these results. A program that did not compile has no numbers of its own."""
-    kernels, steps, devices, experts = (
-        results.get(part, []) for part in ("kernels", "steps", "devices", "experts")
+    kernels, steps, devices, experts, sampling, cold, quantised = (
+        results.get(part, [])
+        for part in ("kernels", "steps", "devices", "experts", "sampling", "cold", "quantised")
     )
     compiled = [step for step in (*steps, *devices) if step["error"] is None]
     return [
-        *_goals_of_compiling((*kernels, *steps, *devices, *experts)),
-        *_goals_of_kernels((*kernels, *devices)),
+        *_goals_of_compiling((*kernels, *steps, *devices, *experts, *cold, *quantised)),
+        *_goals_of_kernels((*kernels, *devices, *quantised)),
         *_goals_of_plans(results.get("plan")),
         *(goal for step in compiled for goal in _goals_of_memory(step)),
         *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
+        *(goal for step in (*steps, *sampling) for goal in _goals_of_host(step)),
+        *(goal for step in cold if step["error"] is None for goal in _goals_of_cold(step)),
         *(goal for step in experts if step["error"] is None for goal in goals_of_experts(step)),
+        *(goal for one in quantised if one["error"] is None for goal in goals_of_quantised(one)),
     ]
 
 
@@ -111,6 +116,28 @@ def _goals_of_memory(step: Mapping[str, Any]) -> list[Goal]:
     ]
 
 
+def _goals_of_host(program: Mapping[str, Any]) -> list[Goal]:
+    """The goals of a program on one device, of which older results have no such numbers: one graph,
+    in which the GPU decides all loops and branches."""
+    host = program.get("host")
+    if host is None:
+        return []
+    what = f"{program.get('backend', 'sampling')}, {program['name']}"
+    return [
+        Goal(f"{what}: graphs of a dispatch", host["graphs"], 1, at_most=True),
+        Goal(f"{what}: loops and branches of the host", host["waits"], 0, at_most=True),
+        Goal(f"{what}: launches outside of graphs", host["alone"], 0, at_most=True),
+    ]
+
+
+def _goals_of_cold(program: Mapping[str, Any]) -> list[Goal]:
+    """Kernels are lowered once for all layers, though not for all numbers of tokens a row."""
+    what = (
+        f"{program['backend']}, {program['name']}: kernels lowered for {program['layers']} layers"
+    )
+    return [Goal(what, program["kernels"], 2 * OF_OURS, at_most=True)]
+
+
 def goals_of_sending(step: Mapping[str, Any]) -> list[Goal]:
     """The further goals of a decode step on several devices."""
     what, sent = f"{step['backend']}, {step['name']}", step["sent"]
@@ -162,6 +189,9 @@ def as_text(report: Mapping[str, Any]) -> str:
         "devices": _devices_text,
         "plan": _plan_text,
         "experts": experts_text,
+        "sampling": _sampling_text,
+        "cold": _cold_text,
+        "quantised": quantised_text,
     }
     lines += [text(report[part]) for part, text in tables.items() if report.get(part)]
     if failed := [result for part in tables for result in report.get(part, []) if result["error"]]:
@@ -208,6 +238,7 @@ def _steps_text(results: Sequence[Mapping[str, Any]]) -> str:
                         for name in ("temp_bytes", "layer_bytes", "aliased_bytes", "cache_bytes")
                     ),
                     *(f"{r['launches'][name]:g}" for name in ("layer", "outside", "loops")),
+                    *_host_cells(r.get("host")),
                 )
             )
     return table(
@@ -221,8 +252,42 @@ def _steps_text(results: Sequence[Mapping[str, Any]]) -> str:
             "launches a layer",
             "outside",
             "loops",
+            *HOST,
         ),
         rows,
+    )
+
+
+HOST = "graphs", "host waits", "launches alone", "in graphs"
+"""The columns of what the host does in a dispatch."""
+
+
+def _host_cells(host: Mapping[str, int] | None) -> tuple[str, ...]:
+    names = "graphs", "waits", "alone", "in_graphs"
+    return tuple("-" if host is None else str(host[name]) for name in names)
+
+
+def _sampling_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (f"{r['name']}, {r['rows']} x {r['vocab']}", *_host_cells(r["host"]))
+        for r in results
+        if r["error"] is None
+    ]
+    return table(("sampling alone", *HOST), rows)
+
+
+def _cold_text(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (
+            f"{r['backend']}: {r['name']}, {r['layers']} layers",
+            str(r["kernels"]),
+            *(f"{r['processor_seconds'][name]:.1f}" for name in ("trace", "lower", "compile")),
+        )
+        for r in results
+        if r["error"] is None
+    ]
+    return table(
+        ("decode loop, processor seconds", "kernels lowered", "trace", "lower", "compile"), rows
     )
 
 

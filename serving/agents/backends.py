@@ -167,6 +167,8 @@ async def _tell_pieces(
         held = ""  # whitespace that may be at the begin or the end
         started = False
         async for chunk in stream:
+            if chunk.restarted:
+                held, started = "", False
             text = held + chunk.text
             text = text if started else text.lstrip()
             shown = text.rstrip()
@@ -175,6 +177,8 @@ async def _tell_pieces(
         return
     reader = AnswerStream(form, tools=call.tools)
     async for chunk in stream:
+        if chunk.restarted:  # what was told before cannot be taken back
+            reader = AnswerStream(form, tools=call.tools)
         _tell_events(reader.feed(chunk.text), tell)
     _tell_events(reader.finish(), tell)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.compile_time import Stopwatch
-from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
+from jaxshare.decoding.logprobs import BOTH, PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.branches.answering import CallAnswering
 from jaxshare.serving.branches.prefix import Prefix
@@ -35,6 +35,7 @@ from jaxshare.serving.errors import SamplingError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import (
     as_top_logprobs,
+    check_both,
     chosen,
     default_sampler,
     token_bytes,
@@ -135,7 +136,7 @@ class Branches:
         for each in samplers:
             each.refuse(["best_of"], "a run yields all its completions; call generate to choose")
         longest = max(answer.max_new_tokens for answer in self._answers.values())
-        self._logprobs = as_logprobs(logprobs), as_top_logprobs(model, top_logprobs)
+        self._logprobs = check_both(as_logprobs(logprobs), as_top_logprobs(model, top_logprobs))
         # Below a prefix keys must be rotated as the prefix's are.
         self.model = (
             dataclasses.replace(model, config=prefix.store.model.config)
@@ -311,7 +312,8 @@ class Branches:
             index=sample.index,
             cuts=[end for end in ends if end],
             scored=self._logprobs[0] is not None,
-            processed=self._logprobs[0] == PROCESSED,
+            processed=self._logprobs[0] in (PROCESSED, BOTH),
+            both=self._logprobs[0] == BOTH,
         )
 
     def _finish(self, output: Completion) -> Completion:
@@ -353,3 +355,6 @@ class _Sink:
 
     def put(self, chunk: TokenChunk) -> None:
         """Ignores new tokens: `Branches.running` has them."""
+
+    def restart(self) -> None:
+        """Is for requests of an engine: the weights of a run stay as they are."""

@@ -132,6 +132,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--files-bytes", metavar="SIZE", default="4GiB", help="most bytes in it (default 4GiB)"
     )
     parser.add_argument(
+        "--weights-folder",
+        metavar="FOLDER",
+        help="with checkpoints of the model that POST /v1/weights may exchange its weights for "
+        "(default: none)",
+    )
+    parser.add_argument(
         "--sessions-folder",
         metavar="FOLDER",
         help="that sessions of /v1/workers may be saved to (default: none)",
@@ -270,12 +276,17 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
     Raises:
       ValueError: one is out of its range.
     """
+    folder = options.weights_folder
+    if folder is not None and not os.path.isdir(folder):
+        raise ValueError(
+            f"--weights-folder is {folder}, but there is no such folder; make it before"
+        )
     given = {
         name: getattr(options, name)
         for name in (
             *("request_seconds", "grace", "max_choices", "max_agents", "max_responses"),
             *("max_sessions", "session_idle_seconds", "show_texts", "sessions_folder"),
-            *("batch_lines", "seed"),
+            *("batch_lines", "seed", "weights_folder"),
         )
     }
     for field, name in (

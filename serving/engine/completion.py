@@ -30,6 +30,11 @@ class Completion:
         end. Of a run over a tree they are None and 0: it counts the time of all together.
       error: the exception where `finish_reason` is ERROR.
       logprobs: of each token, or None.
+      processed_logprobs: of each token as it was drawn, where both kinds were asked for; then `logprobs`
+        and `logprob` are under the model itself.
+      version_runs: (number of tokens, version of the engine's weights), one after the other; see
+        `versions`.
+      restarts: the number of times that tokens were sampled anew, because the weights had changed.
       top_logprobs: for each token the likeliest tokens in its place and their log-probabilities,
         the likeliest first, without those that have no chance; None where they were not asked for.
     """
@@ -49,6 +54,15 @@ class Completion:
     error: Exception | None = None
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    processed_logprobs: tuple[float, ...] | None = None
+    version_runs: tuple[tuple[int, int], ...] = ()
+    restarts: int = 0
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """For each token the version of the weights that it was sampled with: 0 for those that an
+        engine was made with, or as `Engine.update_params` has returned."""
+        return tuple(version for count, version in self.version_runs for _ in range(count))
 
     @property
     def reason(self) -> str:

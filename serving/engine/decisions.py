@@ -58,8 +58,8 @@ class StepDecisions:
         running = scheduler.live or len(scheduler.queue) or len(scheduler.sessions)
         return bool(running or self.submitted or self._sessions.submitted)
 
-    def propose(self, closed: Callable[[], bool]) -> Agreed:
-        """Decides. `closed` tells whether the engine is shut down."""
+    def propose(self, closed: Callable[[], bool], held: Callable[[], bool]) -> Agreed:
+        """Decides. `closed` tells whether the engine is shut down, `held` whether new requests wait."""
         kv = self._scheduler.kv
         with self._changed:
             self._new = [*self.submitted]
@@ -73,6 +73,7 @@ class StepDecisions:
                     r.number for r in self.requests if r.cancel_wanted and not r.cancelled
                 ],
                 "admit": not self._leases.num_waiting,
+                "only_begun": held(),
                 "closed": closed(),
                 "speeds": kv.speeds.measured,
                 "state": state_digest(self._scheduler) if shared else "",
@@ -237,6 +238,7 @@ def digest(request: Request) -> str:
         request.resample,
         request.scored,
         request.processed,
+        request.both,
         request.stream.detokenizer.stops,
     )
     return text_digest(repr(given).encode() + request.prompt.tobytes())

@@ -21,6 +21,7 @@ from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.dispatched import Dispatched
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import WIDTH, RunningRequest
 from jaxshare.serving.engine.session_passes import (
@@ -47,28 +48,6 @@ def few_rows(num_rows: int) -> int:
     A pass costs what the rows of its program cost, in use or not.
     """
     return min(num_rows, max(4, bucket(num_rows) // 8))
-
-
-@dataclasses.dataclass(frozen=True)
-class Dispatched:
-    """The results of a dispatch, for R rows with room for X tokens.
-
-    Attributes:
-      reasons: int32[R], `FinishReason` of each row.
-      num_held: int32[R], tokens that each row has sampled in the dispatch.
-      tokens: int32[R, X], these tokens; logprobs: float32[R, X], or [R, 0] if no row wants them.
-      top_logits: [R, X], or None if no row wants them.
-      lengths: of the view's blocks.
-      passes: passes of the dispatch.
-    """
-
-    reasons: np.ndarray
-    num_held: np.ndarray
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    top_logits: TopLogits | None
-    lengths: np.ndarray
-    passes: int
 
 
 class DecodeRows:
@@ -108,7 +87,7 @@ class DecodeRows:
         self._places = MIN_PLACES
         self._grammars = GrammarPlaces(model.config.vocab_size)
         self._grammar_states: dict[int, int] = {}  # of rows that enter with the next dispatch
-        self._processors, self._processed = ProcessorPlaces(), False
+        self._processors, self._processed, self._both = ProcessorPlaces(), False, False
         self._history = 0, 0  # sizes of the texts that samplers look at
         # Rows that leave, resume and enter with the next dispatch.
         self._left: list[int] = []
@@ -119,6 +98,10 @@ class DecodeRows:
         self._wanted = False, False  # log-probabilities and top logits by any row
         self._sessions: Sequence[PlacedSession] = ()  # in the dispatch under way
         self.state: DecodeState | None = None
+
+    def use(self, model: LoadedModel) -> None:
+        """Goes on with other weights of the same model."""
+        self._model = model
 
     def reset(self) -> None:
         """Drops the state after a failure, or to free its memory."""
@@ -271,6 +254,9 @@ class DecodeRows:
         processed = self.state.processed
         if self._processed and processed is None:
             processed = filled(self._num_rows, False, bool)
+        raw = self.state.raw_logprobs
+        if self._both and (raw is None or raw.shape != self.state.tokens.shape):
+            raw = filled(self.state.tokens.shape, dtype=np.float32)  # what it had is taken
         history = self.state.history.grown(*self._history)
         for row in self._entering.values():
             if row.request.sampler.looks_back:
@@ -287,6 +273,7 @@ class DecodeRows:
             top_logits=top_logits,
             processing=processing,
             processed=processed,
+            raw_logprobs=raw,
             grammars=self._grammars.put(self.state.grammars),
         )
         if self._view.groups != state.layout.groups:
@@ -332,14 +319,15 @@ class DecodeRows:
         """Waits for a dispatch and fetches its results."""
         state = self.state
         assert state is not None
-        scored, recorded = self._wanted
+        (scored, recorded), none = self._wanted, np.zeros((self._num_rows, 0))
         found = jax.device_get(
             {
                 "reasons": state.reasons,
                 "num_sampled": state.num_sampled,
                 "num_taken": state.num_taken,
                 "tokens": state.tokens,
-                "logprobs": state.logprobs if scored else np.zeros((self._num_rows, 0)),
+                "logprobs": state.logprobs if scored else none,
+                "raw_logprobs": none if state.raw_logprobs is None else state.raw_logprobs,
                 "top_logits": state.top_logits if recorded else None,
                 "lengths": state.cache.lengths,
                 "faults": state.cache.faults,
@@ -386,6 +374,7 @@ class DecodeRows:
         if places != self._places or processors != self._processors:
             self._places, self._processors, self._stacked = places, processors, None
         self._processed |= any(each.processed for each in requests)
+        self._both |= any(each.both for each in requests)
         logits = max((each.num_top_logprobs for each in requests), default=0)
         if logits > self._num_top_logits:
             self._num_top_logits = min(bucket(logits), self._model.config.vocab_size)

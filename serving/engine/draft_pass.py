@@ -16,7 +16,6 @@ from jaxshare.serving.engine.running_request import RunningRequest
 from jaxshare.serving.engine.speculation import SHAPES, Draft, DraftBatch, verify
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.view import View, ViewBuilder, spans
-from jaxshare.serving.logits_cache.payoff import Payoff
 
 _MEASURED = 3
 """Passes over drafts that a warm-up measures."""
@@ -45,23 +44,20 @@ def verify_drafts(
     model: LoadedModel,
     kv: KVManager,
     views: Mapping[int, ViewBuilder],
-    metrics: Metrics,
-    payoff: Payoff,
-    stops: Collection[int],
-    num_top_logits: int,
+    output: OutputProcessor,
 ) -> tuple[list[Verified], list[RunningRequest]]:
     """Runs one pass over the drafts of some of these rows.
 
     Args:
       rows: with a draft lookup each.
-      model, kv, metrics: of the scheduler; payoff: is told what the pass took and gave.
+      model, kv, output: of the scheduler. The output's `payoff` is told what the pass took
+        and gave.
       views: builders of views, by the rows of a pass.
-      stops: tokens that end a request.
-      num_top_logits: logits to keep of each distribution; 0 for none.
 
     Returns:
       The results, and the rows that have no draft, which are for the decode loop.
     """
+    payoff, metrics, num_top_logits = output.payoff, output.metrics, output.num_top_logits
     begun, (drafts, undrafted) = payoff.now(), _drafts(rows, kv)
     if not drafts:
         return [], undrafted
@@ -78,7 +74,7 @@ def verify_drafts(
             continue
         start = int(batch.starts[i])
         new = sampled[i, start : batch.counts[i]].tolist()
-        tokens, reason = _accept(row, draft, new, start, metrics, stops)
+        tokens, reason = _accept(row, draft, new, start, metrics, output.stops)
         part = slice(start, start + len(tokens))
         top = jax.tree.map(lambda array, i=i, part=part: array[i, part], top_logits)
         results.append(Verified(row, tokens, reason, top))

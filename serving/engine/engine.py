@@ -21,10 +21,10 @@ from jaxshare.serving.engine.decisions import agree_on_settings, settings_of
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.request import DerivedSeeds, Request
 from jaxshare.serving.engine.scheduler import MAX_PASSES
-from jaxshare.serving.engine.session_host import SessionHost
 from jaxshare.serving.engine.snapshot import EngineSnapshot, take_snapshot
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.engine.stream_group import StreamGroup, start_group
+from jaxshare.serving.engine.weights import WeightsHost
 from jaxshare.serving.errors import EngineError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import as_sampler, default_sampler, warn_of_equal_texts
@@ -34,7 +34,7 @@ from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
 
-class Engine(SessionHost):
+class Engine(WeightsHost):
     """Serves requests to one model, as many at a time as there are rows and memory.
 
         with Engine(model) as engine:
@@ -46,7 +46,7 @@ class Engine(SessionHost):
     whatever else is running, and whatever was evicted.
 
     Attributes:
-      model: as loaded.
+      model: as loaded, or with the weights of the last `update_params`.
       rows, passes: the most rows at the same time, and the most passes of a dispatch.
       metrics: see `Metrics`.
     """
@@ -105,16 +105,12 @@ class Engine(SessionHost):
         scheduler = create_scheduler(self.model, metrics, sizes, policy, use)
         leases = LeaseTable(scheduler.kv, agreement.device_lock(model.mesh))
         super().__init__(scheduler, leases, metrics)
+        self._start_updates(logits_cache)
         self._numbers, self._seeds = itertools.count(), DerivedSeeds(as_integer("seed", seed))
         self._store: CheckpointStore | None = None
         agree_on_settings(
             leases, scheduler, settings_of(self.model, sizes, policy, logits, hotspot)
         )
-
-    @property
-    def logits_cache(self) -> LogitsCache | None:
-        """The Logits Cache."""
-        return self._scheduler.output.logits
 
     # Requests.
 
@@ -174,7 +170,8 @@ class Engine(SessionHost):
           priority: requests of a higher one are served first, and preempt those of a lower one.
           resample: "stepwise" takes from the Logits Cache what it holds of this prompt, exactly;
             "hotspot" samples again only where the model was uncertain, which is APPROXIMATE.
-          logprobs: of sampled tokens: True under the model, "processed" as drawn; not with `resample`.
+          logprobs: of sampled tokens: True under the model, "processed" as drawn, "both"; not with
+            `resample`.
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
           tools, chat_template_kwargs: with messages; see `encode_messages`.
           next_seed: of the next request with this prompt, whose replay is then computed ahead.
@@ -363,12 +360,16 @@ class Engine(SessionHost):
           TimeoutError: they have not finished within `timeout` seconds.
         """
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: not self._requests and self._thread is None, timeout
-            ):
-                raise TimeoutError(
-                    f"{len(self._requests)} requests have not finished within {timeout} seconds"
-                )
+            self._num_drains += 1
+            try:
+                if not self._changed.wait_for(
+                    lambda: not self._requests and self._thread is None, timeout
+                ):
+                    raise TimeoutError(
+                        f"{len(self._requests)} requests have not finished within {timeout} seconds"
+                    )
+            finally:
+                self._num_drains -= 1
 
     def shutdown(self, *, cancel: bool = True) -> None:
         """Accepts no more requests, cancels the running ones, and frees the memory.

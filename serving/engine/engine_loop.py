@@ -33,6 +33,7 @@ class EngineLoop:
         self._decisions = StepDecisions(scheduler, leases, self._sessions, self._changed)
         self._submitted, self._requests = self._decisions.submitted, self._decisions.requests
         self._closed, self._step_seconds = False, 0.0  # of the last step
+        self._is_held = False  # requests that have not begun wait for other weights
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -147,11 +148,12 @@ class EngineLoop:
           Whether anything is left to do, and whether the engine was shut down before the step.
         """
         steps = self._decisions
-        propose = functools.partial(steps.propose, lambda: self._closed)
+        propose = functools.partial(steps.propose, lambda: self._closed, lambda: self._is_held)
         with self._leases.exclusive("step", propose, steps.prepare) as agreed:
             try:
                 steps.apply(agreed)
-                return self._scheduler.step(admit=agreed["admit"]), agreed["closed"]
+                busy = self._scheduler.step(agreed["admit"], agreed["only_begun"])
+                return busy, agreed["closed"]
             except Exception as failure:
                 if self._leases.shared:
                     raise

@@ -76,6 +76,9 @@ class Metrics:
             ["agent"],
             registry=registry,
         )
+        self._version = Gauge(
+            "jaxshare_params_version", "Version of the model's weights", registry=registry
+        )
         self._evicted = Counter(
             "jaxshare_evicted_tokens",
             "Tokens evicted from the accelerator, by destination",
@@ -126,6 +129,9 @@ class Metrics:
         if not request.preemptions:
             self.admitted_tokens += len(request.prompt)
             self.reused += min(num_cached, len(request.prompt))
+
+    def set_params_version(self, version: int) -> None:
+        self._version.set(version)
 
     def ran(self, kind: str, passes: int) -> None:
         self.passes += passes

@@ -4,7 +4,10 @@ A pass costs what its rows cost, live or not. For small states the program for f
 longer to compile than it saves.
 """
 
+from collections.abc import Sequence
+
 from jaxshare.layout import bucket
+from jaxshare.serving.engine.running_request import RunningRequest
 
 _NARROW_ABOVE = 256
 """States with at most this many rows keep them."""
@@ -14,7 +17,22 @@ _MIN_PASSES = 64
 """Passes that must be left for a program of its own to pay."""
 
 
-def narrowed_size(num_rows: int, num_live: int, passes_left: int) -> int:
+def kept_rows(rows: Sequence[RunningRequest | None]) -> list[int]:
+    """The rows to go on with, those in use first; none where narrowing does not pay.
+
+    Args:
+      rows: of the state; no others are to come.
+    """
+    live = [row for row in rows if row]
+    left = max((row.request.remaining for row in live), default=0)
+    size = _narrowed_size(len(rows), len(live), left)
+    if not size or not all(row.decoding for row in live):
+        return []
+    ended = [i for i, row in enumerate(rows) if row is None]
+    return [row.index for row in live] + ended[: size - len(live)]
+
+
+def _narrowed_size(num_rows: int, num_live: int, passes_left: int) -> int:
     """The number of rows to go on with, or 0 where narrowing does not pay.
 
     Args:

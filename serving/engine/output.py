@@ -35,6 +35,7 @@ class OutputProcessor:
 
     Attributes:
       written: states of which new distributions were written since requests were looked up last.
+      version: of the model's weights.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class OutputProcessor:
         self.logits, self.hotspot = logits, hotspot
         self.stops = frozenset(model.generation.stop_tokens)
         self.written: set[bytes | None] = set()
+        self.version = 0
 
     @property
     def num_top_logits(self) -> int:
@@ -128,7 +130,7 @@ class OutputProcessor:
             replayed = request.num_replayed if request.resample else None
             self.payoff.ended(request.watched, request.sampled, replayed)
         self.publish(request)
-        output = request.stream.finish(_final_output(request, reason, error))
+        output = request.stream.finish(_final_output(request, reason, error, self.version))
         self.policy.finished(request.agent, len(request.output))
         self.metrics.finished(output)
         log.info(
@@ -182,7 +184,7 @@ class OutputProcessor:
 
     def abort(self, request: Request, error: Exception) -> None:
         """Ends the stream of a request because the scheduler has failed."""
-        request.stream.finish(_final_output(request, FinishReason.ERROR, error))
+        request.stream.finish(_final_output(request, FinishReason.ERROR, error, self.version))
 
     def cut_at_stop_text(self, request: Request) -> bool:
         """Cuts the output before a stop text; False if there is none."""
@@ -198,17 +200,19 @@ class OutputProcessor:
         """Gives the stream all new tokens."""
         new = slice(request.num_streamed, len(request.output))
         if new.start < new.stop:
-            logprobs = tuple(request.logprobs[new]) if request.scored else None
+            logprobs = tuple(_logprobs(request)[new]) if request.scored else None
             tokens, top = tuple(request.output[new]), _top_logprobs(request, new)
             request.stream.put(TokenChunk(tokens, "", logprobs, top))
         request.num_streamed = new.stop
 
 
-def _final_output(request: Request, reason: FinishReason, error: Exception | None) -> Completion:
+def _final_output(
+    request: Request, reason: FinishReason, error: Exception | None, version: int
+) -> Completion:
     """The output of a request that finishes now, without its text."""
     tokens = tuple(request.sampled)
     # A stop text cuts the output before the tokens that were sampled last.
-    logprobs = tuple(request.logprobs[: len(tokens)]) if request.scored else None
+    logprobs = tuple(_logprobs(request)[: len(tokens)]) if request.scored else None
     return Completion(
         "",
         tokens,
@@ -216,6 +220,9 @@ def _final_output(request: Request, reason: FinishReason, error: Exception | Non
         logprob=None if logprobs is None else math.fsum(logprobs),
         logprobs=logprobs,
         top_logprobs=_top_logprobs(request, slice(0, len(tokens))),
+        processed_logprobs=tuple(request.logprobs[: len(tokens)]) if request.both else None,
+        version_runs=_version_runs(request, len(tokens), version),
+        restarts=request.restarts,
         prompt=request.prompt_number,
         index=request.index,
         prompt_tokens=len(request.prompt),
@@ -224,6 +231,22 @@ def _final_output(request: Request, reason: FinishReason, error: Exception | Non
         preemptions=request.preemptions,
         error=error,
     )
+
+
+def _logprobs(request: Request) -> list[float]:
+    """The log-probabilities of what was sampled; where both kinds are wanted, those of the model."""
+    return request.raw_logprobs if request.both else request.logprobs
+
+
+def _version_runs(request: Request, size: int, version: int) -> tuple[tuple[int, int], ...]:
+    """The versions of the weights that the first tokens were sampled with, each with how many."""
+    runs, start = [], 0
+    for end, each in (*request.versions, (size, version)):
+        end = min(end, size)  # a stop text may cut the output
+        if end > start:
+            runs.append((end - start, each))
+            start = end
+    return tuple(runs)
 
 
 def _top_logprobs(
@@ -235,4 +258,4 @@ def _top_logprobs(
 
 def unfinished_output(request: Request) -> Completion:
     """The output of a request so far, without its text."""
-    return _final_output(request, FinishReason.RUNNING, None)
+    return _final_output(request, FinishReason.RUNNING, None, 0)

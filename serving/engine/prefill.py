@@ -92,6 +92,10 @@ class PrefillPasses:
     def __init__(self, model: LoadedModel, kv: KVManager):
         self._model, self._kv, self._views = model, kv, ViewBuilder(ROWS, width=_LISTED)
 
+    def use(self, model: LoadedModel) -> None:
+        """Goes on with other weights of the same model."""
+        self._model = model
+
     def run(self, pieces: Sequence[Piece]) -> tuple[Array, np.ndarray]:
         """Feeds pieces, at most `ROWS` of them; returns their logits [R, V], and bool[R] whether
         these are finite."""

@@ -31,6 +31,10 @@ class OutputSink(Protocol):
         """Takes new tokens of the text, whose own text is left to the reader."""
         ...
 
+    def restart(self) -> None:
+        """Forgets all tokens, as others will be sampled in their places."""
+        ...
+
     def finish(self, output: Completion) -> Completion:
         """Takes the whole output, without its text; returns it with the times that it took."""
         ...
@@ -51,6 +55,7 @@ class Request:
       cuts: see `jaxshare.serving.kvcache.manager.KVRequest`.
       scored: whether log-probabilities are wanted; logprobs: of what was sampled so far.
       processed: whether all log-probabilities are of the chances that tokens are drawn with.
+      both: whether those of the model are wanted beside these; raw_logprobs: these.
       num_top_logprobs: the likeliest tokens in each place that are wanted, with those of them;
         top_logprobs: these, of what was sampled so far.
       resample: "stepwise" or "hotspot" if the Logits Cache may answer it and keeps its
@@ -66,6 +71,9 @@ class Request:
       num_streamed: tokens of the output that its stream was given.
       processor_states: of its logits processors, where it was preempted.
       given_seed: the seed as it was submitted, or None.
+      versions: (number of tokens, version), ascending: before so many were sampled the weights had
+        this version. The tokens after the last of them have the engine's.
+      restarts: the number of times that tokens were thrown away, because the weights had changed.
       cancel_wanted: whether it is to be cancelled, which is decided before a step; cancelled:
         whether that was decided.
     """
@@ -104,11 +112,31 @@ class Request:
     top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
     processor_states: Any = None
     place: SearchPlace | None = None
+    both: bool = False
+    raw_logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    restarts: int = 0
+
+    @property
+    def begun(self) -> bool:
+        """True if it was admitted, or had tokens from the Logits Cache."""
+        return self.num_reused is not None or bool(self.sampled)
 
     @property
     def recorded(self) -> bool:
         """True if the largest logits of its distributions are kept."""
         return self.resample is not None or self.num_top_logprobs > 0
+
+    def start_over(self) -> None:
+        """Forgets what was sampled, all of which is to be sampled anew."""
+        self.restarts += bool(self.sampled)
+        for each in (self.output, self.logprobs, self.raw_logprobs, self.top_logprobs):
+            each.clear()
+        self.top_logits.clear()
+        self.versions.clear()
+        self.stop_token = self.num_reused = self.processor_states = None
+        self.num_replayed = self.num_written = self.num_streamed = 0
+        self.stream.restart()
 
     @property
     def tokens(self) -> np.ndarray:

@@ -18,11 +18,13 @@ from jaxshare import FinishReason
 from jaxshare.decoding.top_logits import largest_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import prefill
-from jaxshare.serving.engine.decode_rows import DecodeRows, Dispatched
+from jaxshare.serving.engine.decode_rows import DecodeRows
+from jaxshare.serving.engine.dispatched import Dispatched
 from jaxshare.serving.engine.draft_pass import compile_verification, verify_drafts
 from jaxshare.serving.engine.fair_queue import FairQueue
+from jaxshare.serving.engine.gauges import set_gauges
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.narrow import narrowed_size
+from jaxshare.serving.engine.narrow import kept_rows
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
@@ -103,12 +105,13 @@ class Scheduler:
 
     # One step.
 
-    def step(self, admit: bool = True) -> bool:
-        """Runs one step; False if no request is left. Without `admit` the queue goes on waiting."""
+    def step(self, admit: bool = True, only_begun: bool = False) -> bool:
+        """Runs one step; False if no request is left. Without `admit` the queue goes on waiting; with
+        `only_begun` those of it that have not begun, which then do not count."""
         self._finish_cancelled()
         self._siblings.look_up(self.live)
         while True:
-            admitted = self._admit() if admit else 0
+            admitted = self._admit(only_begun) if admit else 0
             if long := [row for row in self.live if row.needs_prefill]:
                 self._prefill(long)
             if not self._prefill_first or not (long or admitted):
@@ -117,7 +120,8 @@ class Scheduler:
         drafting = [row for row in ready if row.drafts and row.logits is None]
         undrafted = self._verify_drafts(drafting) if drafting else []
         self._decode_rows.admit([r for r in ready if r in undrafted or r not in drafting])
-        sessions = self.sessions.place([i for i, row in enumerate(self.rows) if row is None])
+        free = [i for i, row in enumerate(self.rows) if row is None]
+        sessions = self.sessions.place(free, self.output.version)
         if sessions or any(row.decoding for row in self.live):
             # A prefilling row must not wait long for its next chunk, nor a request for a row.
             passes, prefilling = self._most_passes(), any(not row.decoding for row in self.live)
@@ -126,8 +130,9 @@ class Scheduler:
             self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
         if self._prefill_first and not len(self.queue):
             self._narrow()
-        self._set_metrics()
-        return bool(self.live or len(self.queue) or len(self.sessions))
+        set_gauges(self.metrics, self.live, self.queue, self.kv, self.output)
+        waiting = any(r.begun for r in self.queue) if only_begun else len(self.queue)
+        return bool(self.live or waiting or len(self.sessions))
 
     def _finish_cancelled(self) -> None:
         for row in self.live:
@@ -136,28 +141,15 @@ class Scheduler:
         for request in [r for r in self.queue if r.cancelled]:
             self.output.finish(request, FinishReason.CANCELLED)
 
-    def _set_metrics(self) -> None:
-        self.metrics.set_contributions(self.queue.contributions())
-        decoding, pool = sum(row.decoding for row in self.live), self.kv.pool
-        self.metrics.set_state(
-            decoding=decoding,
-            prefilling=len(self.live) - decoding,
-            waiting=len(self.queue),
-            accelerator_bytes=(pool.tokens - pool.free) * pool.bytes_per_token,
-            logits_bytes=self.output.logits.bytes if self.output.logits else 0,
-            session_bytes=self.kv.leased_tokens * pool.bytes_per_token,
-            host_bytes=self.kv.tree.host_used * pool.bytes_per_token,
-        )
-
     # Admission and preemption.
 
-    def _admit(self) -> int:
+    def _admit(self, only_begun: bool) -> int:
         """Admits requests as long as there are rows and memory; returns how many."""
         free = self._free_rows()
         running = collections.Counter(row.request.agent for row in self.live)
         admitted = 0
         for request in self.queue.by_cached(self.kv.cached_prefix) if free else self.queue:
-            if self._siblings.holds(request, self.live):
+            if self._siblings.holds(request, self.live) or (only_begun and not request.begun):
                 continue
             if not free and not self._preempt_for(request):
                 break
@@ -220,11 +212,9 @@ class Scheduler:
         request.preemptions += 1
         request.processor_states = self._decode_rows.processor_states(row)
         self.metrics.preempted()
-        sampled = len(request.output)
-        extra = {"call": request.number, "agent": request.agent, "sampled": sampled}
+        extra = {"call": request.number, "agent": request.agent, "sampled": len(request.output)}
         log.info("preempted", extra=extra)
-        self._release(row)
-        self.queue.put_back(request)
+        self.send_back(row)
 
     # Passes.
 
@@ -252,14 +242,7 @@ class Scheduler:
     def _verify_drafts(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
         """One pass over the drafts of some of these rows; returns those that have none."""
         verified, undrafted = verify_drafts(
-            rows,
-            model=self.model,
-            kv=self.kv,
-            views=self._draft_views,
-            metrics=self.metrics,
-            payoff=self.output.payoff,
-            stops=self.output.stops,
-            num_top_logits=self.output.num_top_logits,
+            rows, model=self.model, kv=self.kv, views=self._draft_views, output=self.output
         )
         for each in verified:
             if each.top_logits is not None:
@@ -330,6 +313,8 @@ class Scheduler:
         index, new = row.index, slice(0, int(result.num_held[row.index]))
         if row.request.scored:
             row.request.logprobs += result.logprobs[index, new].tolist()
+        if row.request.both:
+            row.request.raw_logprobs += result.raw_logprobs[index, new].tolist()
         if row.request.recorded and new.stop:
             top = jax.tree.map(lambda array: array[index, new], result.top_logits)
             if count := row.request.num_top_logprobs:
@@ -355,9 +340,8 @@ class Scheduler:
             self._fail_not_finite(row)
         elif reason is FinishReason.NO_TOKEN:
             why = self._decode_rows.grammar_error(row.index)
-            count = (
-                f"{len(request.output)} tokens{f', where its grammar gave up ({why})' * bool(why)}"
-            )
+            why = f", where its grammar gave up ({why})" * bool(why)
+            count = f"{len(request.output)} tokens{why}"
             self._finish(row, reason, NoTokenError.of(f"request {request.number}", count))
         elif stopped:
             self._finish(row, FinishReason.STOP_TEXT)
@@ -379,17 +363,12 @@ class Scheduler:
 
     def _narrow(self) -> None:
         """Goes on with fewer rows, where that pays and no more requests are to come."""
-        live = self.live
-        left = max((row.request.remaining for row in live), default=0)
-        size = narrowed_size(len(self.rows), len(live), left)
-        if not size or not all(row.decoding for row in live):
-            return
-        ended = [i for i, row in enumerate(self.rows) if row is None]
-        self._decode_rows.narrow([row.index for row in live] + ended[: size - len(live)])
-        self.rows = [*live, *[None] * (size - len(live))]
-        for index, row in enumerate(live):
-            row.index = index
-        self.kv.view_changed = True
+        if kept := kept_rows(self.rows):
+            self._decode_rows.narrow(kept)
+            self.rows = [self.rows[index] for index in kept]
+            for index, row in enumerate(self.live):
+                row.index = index
+            self.kv.view_changed = True
 
     # The end of a request.
 
@@ -421,12 +400,33 @@ class Scheduler:
 
     def reset(self) -> None:
         """Empties memory, rows and queue after a failure, which may have consumed the cache."""
+        self.clear()
+        self.kv.reset()
+
+    def clear(self) -> None:
+        """Empties rows and queue, whose requests have ended."""
         self.rows = [None] * len(self.rows)
         self.queue = self.output.queue = FairQueue(self.queue.contributions)
         self.sessions.clear()
         self._siblings.clear()
         self._decode_rows.reset()
-        self.kv.reset()
+
+    def use(self, model: LoadedModel) -> None:
+        """Goes on with other weights of the same model."""
+        self.model = model
+        for each in (self.kv, self._prefill_passes, self._decode_rows):
+            each.use(model)
+
+    def send_back(self, row: RunningRequest) -> None:
+        """Returns a request to the queue, which has to begin with its prompt again."""
+        self._release(row)
+        self.queue.put_back(row.request)
+
+    def forget(self) -> None:
+        """Forgets all that has been computed, but for what running requests use."""
+        self.kv.forget()
+        self._siblings.clear()
+        self.output.written.clear()
 
     def abandon(self) -> None:
         """Drops all rows, and what they have cached, but for pinned prefixes."""

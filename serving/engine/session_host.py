@@ -1,18 +1,55 @@
 """The part of an engine that sessions of workers use: memory for their blocks, and passes."""
 
+import weakref
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxshare.arena import extents
 from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, shown
 from jaxshare.serving.engine.engine_loop import EngineLoop
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.session_passes import SessionPasses
-from jaxshare.serving.kvcache.lease import KVLease
+from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
+
+
+class WeightsUser(Protocol):
+    """A session on an engine, which computes with the engine's weights."""
+
+    def use_params(self, params: dict[str, Any]) -> None:
+        """Goes on with other weights of the same model."""
+        ...
 
 
 class SessionHost(EngineLoop):
-    """An engine's loop that sessions take part in."""
+    """An engine's loop that sessions take part in.
+
+    Args:
+      scheduler, leases, metrics: of the engine.
+    """
+
+    def __init__(self, scheduler: Scheduler, leases: LeaseTable, metrics: Metrics):
+        super().__init__(scheduler, leases, metrics)
+        self._open_leases = weakref.WeakSet[KVLease]()  # of sessions that are not over
+        self._weights_users = list[weakref.ref[WeightsUser]]()
+
+    @property
+    def params_version(self) -> int:
+        """The version of the weights: 0 for those that the engine was made with."""
+        return self._scheduler.output.version
+
+    def follow_weights(self, session: WeightsUser) -> None:
+        """Gives a session the weights, and those that come later, for as long as it exists."""
+        with self._changed:
+            self._weights_users = [each for each in self._weights_users if each() is not None]
+            self._weights_users.append(weakref.ref(session))
+            session.use_params(self._scheduler.model.params)
+
+    def _num_open_sessions(self) -> int:
+        """The sessions that are neither over nor closed."""
+        return sum(lease.close.alive for lease in [*self._open_leases])
 
     def lease(self, capacities: Sequence[int], name: str = "") -> KVLease:
         """Leases memory for the blocks of a session.
@@ -44,13 +81,19 @@ class SessionHost(EngineLoop):
                     lambda: (
                         self._closed
                         or not leases.decides
-                        or all(r.max_tokens <= leases.available for r in self._requests)
+                        or (
+                            not self._is_held
+                            and all(r.max_tokens <= leases.available for r in self._requests)
+                        )
                     )
                 )
         except BaseException:
             leases.cancel(tokens)
             raise
-        return leases.lease(capacities, tokens, offsets, name)
+        lease = leases.lease(capacities, tokens, offsets, name)
+        with self._changed:
+            self._open_leases.add(lease)
+        return lease
 
     def run_session(self, session: SessionPasses) -> BaseException | None:
         """Runs passes of a session's rows, at most `rows`, in a dispatch with all that runs besides.
@@ -68,6 +111,7 @@ class SessionHost(EngineLoop):
             return self._sessions.wait(session)
 
     def forget_session(self, lease: KVLease) -> None:
-        """Lets the next dispatch not wait for a session that asks for no more passes."""
+        """Lets neither the next dispatch nor an update of the weights wait for a session that is over."""
         with self._changed:
+            self._open_leases.discard(lease)
             self._sessions.forget(lease)

@@ -81,6 +81,7 @@ class SessionPasses:
       passes: the most to run.
       halts: whether the session runs no further pass once a row has finished.
       compile_seconds: that the dispatch has taken besides.
+      version: of the weights that it ran with.
       error: the exception where it failed.
       done: whether it is over.
     """
@@ -93,6 +94,7 @@ class SessionPasses:
     passes: int
     halts: bool
     compile_seconds: float = 0.0
+    version: int = 0
     error: Exception | None = None
     done: bool = False
 
@@ -155,15 +157,19 @@ class WaitingSessions:
         """The rows that requests must leave to the first one, which could not run without."""
         return self._waiting[0].num_rows if self._waiting and self._go_first else 0
 
-    def place(self, free: Sequence[int]) -> list[tuple[SessionPasses, np.ndarray, SessionBlocks]]:
+    def place(
+        self, free: Sequence[int], version: int
+    ) -> list[tuple[SessionPasses, np.ndarray, SessionBlocks]]:
         """The sessions that take part in the next dispatch, their rows, and their blocks.
 
         Args:
           free: rows that they may take.
+          version: of the weights.
         """
         placed: list[tuple[SessionPasses, np.ndarray, SessionBlocks]] = []
         while self._waiting and self._waiting[0].num_rows <= len(free):
             session = self._waiting.popleft()
+            session.version = version
             self.running.append(session)
             try:
                 blocks = SessionBlocks(session.blocks(), session.listed)
@@ -247,6 +253,7 @@ class SessionRows:
             and taken.processing
             and taken.processing.only(old.processing.places),
             processed=old.processed,
+            raw_logprobs=old.raw_logprobs,
             record=old.record,
             passes=old.passes,
             last_pass=np.full(request.num_rows, INT32_MAX, np.int32),

@@ -34,12 +34,15 @@ class TokenChunk:
       tokens, text: as described.
       logprobs: of each token, or None where they were not asked for.
       top_logprobs: see `Completion`.
+      restarted: whether all chunks before this one are void, because the weights of the model have
+        changed and the request was to start over (`Engine.update_params`).
     """
 
     tokens: tuple[int, ...]
     text: str
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    restarted: bool = False
 
 
 class Stream:
@@ -128,9 +131,16 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], includes_stop: bool = False):
         self._tokenizer, self.stops, self._includes_stop = tokenizer, stops, includes_stop
-        self._growing = GrowingText(tokenizer)
-        self._num_shown = 0
-        # Of `fewest_with_stop`: what ends before this token has no stop text.
+        self.restart_text()
+        self.restart_search()
+
+    def restart_text(self) -> None:
+        """Begins with another output, for `next_text`."""
+        self._growing, self._num_shown = GrowingText(self._tokenizer), 0
+
+    def restart_search(self) -> None:
+        """Begins with another output, for `fewest_with_stop`."""
+        # What ends before this token has no stop text.
         self._begin, self._most_decoded = 0, _FEW_TOKENS
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -252,6 +262,7 @@ class StreamState:
         self._result: Completion | None = None
         self._submit_time = time.perf_counter()
         self._first_token_seconds: float | None = None
+        self._was_read = self._is_restarted = False
 
     def result(self) -> Completion:
         """The output with its text. Raises the request's error if it has one."""
@@ -284,16 +295,31 @@ class StreamState:
         with self.changed:
             chunk = self.chunks.popleft() if self.chunks else TokenChunk((), "")
             last = self.output is not None and not self.chunks
+            self._was_read |= bool(chunk.tokens)
+        if chunk.restarted:
+            self.detokenizer.restart_text()
         chunk = dataclasses.replace(chunk, text=self.detokenizer.next_text(chunk.tokens, last))
-        return chunk if chunk.tokens or chunk.text else None
+        return chunk if chunk.tokens or chunk.text or chunk.restarted else None
 
     def put(self, chunk: TokenChunk) -> None:
         """Adds tokens. Called in the engine's thread."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.perf_counter() - self._submit_time
         with self.changed:
-            self.chunks.append(chunk)
+            self.chunks.append(self._marked(chunk))
         self._notify()
+
+    def restart(self) -> None:
+        """Forgets all chunks. Called in the turn of the engine."""
+        with self.changed:
+            self.chunks.clear()
+            self._is_restarted |= self._was_read
+            self.detokenizer.restart_search()
+
+    def _marked(self, chunk: TokenChunk) -> TokenChunk:
+        """A chunk that is put in, which says so where those before it are void."""
+        is_first, self._is_restarted = self._is_restarted, False
+        return dataclasses.replace(chunk, restarted=True) if is_first else chunk
 
     def finish(self, output: Completion) -> Completion:
         """Sets the final output, without its text. Called in the engine's thread.
@@ -302,6 +328,8 @@ class StreamState:
           The output with the times from its submission; the first one, where there are several.
         """
         with self.changed:
+            if self._is_restarted:
+                self.chunks.append(self._marked(TokenChunk((), "")))
             self.output = self.output or dataclasses.replace(
                 output,
                 seconds=time.perf_counter() - self._submit_time,

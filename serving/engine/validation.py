@@ -10,7 +10,7 @@ import numpy as np
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
 from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, shown
-from jaxshare.decoding.logprobs import PROCESSED, as_logprobs
+from jaxshare.decoding.logprobs import BOTH, PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.checkpoints import SaveError
@@ -20,6 +20,7 @@ from jaxshare.serving.errors import TooLongError
 from jaxshare.serving.inputs import (
     as_sampler,
     as_top_logprobs,
+    check_both,
     check_completions,
     check_sampler,
     chosen,
@@ -157,6 +158,11 @@ def logits_cache_for(
     return LogitsCache(_logits_source(model), given, min(num_top_logits, model.config.vocab_size))
 
 
+def emptied(cache: LogitsCache, model: LoadedModel) -> LogitsCache:
+    """Another Logits Cache of the size of this one, for a model with other weights."""
+    return LogitsCache(_logits_source(model), cache.max_bytes, cache.num_top_logits)
+
+
 def prompt_tokens(
     model: LoadedModel,
     prompt: Prompt,
@@ -237,7 +243,8 @@ class RequestOptions:
             index=index,
             next_seed=None if self.next_seed is None else stream_seed(self.next_seed),
             scored=self.logprobs is not None,
-            processed=self.logprobs == PROCESSED,
+            processed=self.logprobs in (PROCESSED, BOTH),
+            both=self.logprobs == BOTH,
             place=self.place,
         )
 
@@ -296,6 +303,7 @@ class RequestOptions:
                 f"top_logprobs is {top_logprobs}, but the engine's Logits Cache keeps {kept_logits} "
                 "logits; ask for at most as many, or make the engine with more kept_logits"
             )
+        check_both(options.logprobs, options.num_top_logprobs)
         check_sampler(model, options.sampler)
         return options
 

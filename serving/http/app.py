@@ -23,6 +23,7 @@ from jaxshare.serving.http.endpoints import (
     responses,
     tokens,
     trees,
+    weights,
     workers,
 )
 from jaxshare.serving.http.endpoints.response_store import ResponseStore
@@ -39,6 +40,7 @@ _GONE = 499
 """The status of requests whose clients have gone before there was one."""
 _PARTS = (
     *(page, models, completions, chat, responses, tokens, workers, engine, trees, files, batches),
+    weights,
 )
 ROUTERS = tuple(part.router for part in _PARTS)
 """The endpoints of a server."""

@@ -36,7 +36,7 @@ class Service:
     """The state that the endpoints share.
 
     Attributes:
-      engine, model, settings: as given; the model is the engine's.
+      engine, settings: as given.
       files: of clients, and of batches; None where the server keeps none.
       metrics: of the server.
       token_texts: of the model.
@@ -50,7 +50,6 @@ class Service:
 
     def __init__(self, engine: Engine, settings: ServerSettings, files: "FileStore | None" = None):
         self.engine, self.settings, self.files = engine, settings, files
-        self.model: LoadedModel = engine.model
         self.metrics, self.created = HttpMetrics(), int(time.time())
         self.token_texts = TokenTexts(engine.model.tokenizer, engine.model.config.vocab_size)
         self.is_warm = self.is_draining = False
@@ -61,6 +60,11 @@ class Service:
         self.sessions: dict[str, RunningSession] = {}
         self.saves = SavedSessions(settings.sessions_folder, settings.sessions_bytes)
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxshare-score")
+
+    @property
+    def model(self) -> LoadedModel:
+        """The engine's model, with its weights of now."""
+        return self.engine.model
 
     # Life.
 

@@ -57,7 +57,7 @@ def _cached_nodes(root: Node) -> list[Node]:
     nodes, stack = [], root.child_nodes()
     while stack:
         node = stack.pop()
-        if node.num_cached:
+        if node.num_cached and not node.private:
             nodes.append(node)
             stack += node.child_nodes()
     return nodes

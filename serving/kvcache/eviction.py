@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxshare.serving.kvcache.contribution import Contribution
-from jaxshare.serving.kvcache.policy import Policy, Segment, prefix_hash
+from jaxshare.serving.kvcache.policy import Policy, Segment, common_prefix, prefix_hash
 
 
 class LRU(Policy):
@@ -146,15 +146,9 @@ class Belady(Policy):
         counts = self._common.get(prompt)
         if counts is None:
             counts = self._common[prompt] = np.asarray(
-                [_common_prefix(self._trace[prompt], other) for other in self._trace]
+                [common_prefix(self._trace[prompt], other) for other in self._trace]
             )
         return counts
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length
 
 
 POLICIES: Mapping[str, type[Policy]] = {

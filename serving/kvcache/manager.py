@@ -300,10 +300,23 @@ class KVManager:
             each.ref_count -= 1
         for each in reversed(path):
             if each.private:
-                self.tree.drop(each)
+                # What other weights have computed may be of several requests.
+                if not each.ref_count and not each.children:
+                    self.tree.drop(each)
             elif each.writing:
                 self.tree.finish(each)
         self.view_changed = True
+
+    def forget(self) -> None:
+        """Forgets all cached tokens, also those in host memory; see `PrefixTree.forget`."""
+        evicted = self.tree.evicted
+        self.tree.forget()
+        self._metrics.evicted(self.tree.evicted - evicted, 0)
+        self.view_changed = True
+
+    def use(self, model: LoadedModel) -> None:
+        """Goes on with other weights of the same model."""
+        self._model = model
 
     @property
     def cached_tokens(self) -> int:

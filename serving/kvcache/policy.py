@@ -14,6 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 
 
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """The number of leading tokens that two runs have in common."""
+    length = min(len(a), len(b))
+    differ = a[:length] != b[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
 def prefix_hash(tokens: Sequence[int] | np.ndarray) -> bytes:
     """16 bytes of BLAKE2b over the tokens from the root on, each as four bytes, low byte first.
 

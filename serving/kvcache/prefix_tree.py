@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jax import Array
 
-from jaxshare.serving.kvcache.policy import Policy, Segment, prefix_hash
+from jaxshare.serving.kvcache.policy import Policy, Segment, common_prefix, prefix_hash
 from jaxshare.serving.kvcache.pool import Extent, HostCopy, Pool
 
 MIN_SHARED_TOKENS = 16
@@ -36,7 +36,7 @@ class Node:
       writing: whether a request still writes to it.
       unmerged: whether it may hold tokens that a sibling holds, too, because it was created before
         they were compared.
-      private: whether it is for the request that writes it alone, and dropped when that is over.
+      private: whether it is for the requests that use it alone, and dropped when those are over.
       logits: float32[V] after its last token, kept where requests start to sample there.
       segment: the node as policies see it.
     """
@@ -166,7 +166,7 @@ class PrefixTree:
             for child in node.children.get(int(tokens[matched]), ()):
                 if child.private:
                     continue
-                common = _common_prefix(child.tokens, tokens[matched:max_tokens])
+                common = common_prefix(child.tokens, tokens[matched:max_tokens])
                 if (usable := min(common, child.num_cached)) > cached:
                     best, cached = child, usable
                 in_flight = max(in_flight, common if child.writing else 0)
@@ -280,10 +280,11 @@ class PrefixTree:
         """Merges the beginning of a node with siblings that hold the same tokens."""
         while True:
             assert node.parent is not None
-            siblings = [twin for twin in node.parent.children[node.first_token] if twin is not node]
+            siblings = node.parent.children[node.first_token]
+            siblings = [twin for twin in siblings if twin is not node and not twin.private]
             common, index = max(
                 (
-                    (min(_common_prefix(twin.tokens, node.tokens), twin.num_cached), i)
+                    (min(common_prefix(twin.tokens, node.tokens), twin.num_cached), i)
                     for i, twin in enumerate(siblings)
                 ),
                 default=(0, 0),
@@ -328,6 +329,21 @@ class PrefixTree:
             segment.owners[agent] = segment.owners.get(agent, 0) + 1
             self.policy.touched(segment, self.now)
         self.now += 1
+
+    def forget(self) -> None:
+        """Forgets all cached tokens. Those that requests use are theirs alone until they end."""
+        stack = [self.root]
+        while stack:
+            for child in stack.pop().child_nodes():
+                if child.ref_count:
+                    child.private, child.logits = True, None
+                    stack.append(child)
+                    continue
+                for each in reversed([*child.subtree()]):
+                    if each.extent:
+                        self.evict_node(each, worth_a_copy=False)
+                    else:
+                        self._remove(each)
 
     # Eviction.
 
@@ -431,10 +447,3 @@ class PrefixTree:
 
 def _path_hash(node: Node) -> bytes:
     return prefix_hash(np.concatenate([each.tokens for each in node.path()]))
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of leading tokens that two runs have in common."""
-    length = min(len(a), len(b))
-    differ = a[:length] != b[:length]
-    return int(differ.argmax()) if differ.any() else length

@@ -37,7 +37,7 @@ from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 
 _FORMAT = "jaxshare session 6"
-_NOT_SAVED = ("tokens", "logprobs", "top_logits", "record", "processed")
+_NOT_SAVED = ("tokens", "logprobs", "top_logits", "record", "processed", "raw_logprobs")
 _REMADE = ("automata", "openings", "opening_sizes", "base", "prepared", "marks", "sampled_at")
 _TRACE = "trace"
 """The array that has the bytes of the trace."""

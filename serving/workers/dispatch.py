@@ -49,6 +49,8 @@ def run_passes(session: SessionState, passes: int) -> None:
 def _run_alone(session: SessionState, passes: int) -> None:
     """Dispatches passes of the session's own rows."""
     with session.device():
+        if session.engine:
+            note_version(session, session.engine.params_version)
         resize_blocks(session, passes)
         session.prepare_openings()
         session.state = _decode(session, session.state, passes, halts=_halts(session))
@@ -66,6 +68,12 @@ def _decode(session: SessionState, state: DecodeState, passes: int, *, halts: bo
         state = jax.block_until_ready(decode(module, params, state, passes=0, **settings))
         session.compiled = True
     return decode(module, params, state, passes=passes, **settings)
+
+
+def note_version(session: SessionState, version: int) -> None:
+    """Notes the version of the weights that passes run with from now on."""
+    if not session.versions or session.versions[-1][1] != version:
+        session.versions.append((session.passes, version))
 
 
 def run_beside(
@@ -121,6 +129,7 @@ def _run_on_engine(session: SessionState, passes: int) -> tuple[float, BaseExcep
         halts=_halts(session),
     )
     session.state, session.unread = request.state, True
+    note_version(session, request.version)
     return elsewhere, interrupt
 
 

@@ -51,6 +51,8 @@ class Result:
         Compilation is not counted.
       kv_bytes: keys and values cached at the end, over all layers.
       compile_seconds: of wall time in compilation, in the process that made the result.
+      versions: (passes, version of the weights from then on) of a session on an engine, in the process
+        that made the result; see `Engine.update_params`.
     """
 
     names: tuple[str, ...]
@@ -62,6 +64,7 @@ class Result:
     prefill_seconds: float
     kv_bytes: int
     compile_seconds: float = 0.0
+    versions: tuple[tuple[int, int], ...] = ()
 
     @property
     def ended(self) -> str:

@@ -65,7 +65,7 @@ class SessionState:
       error: the error where the session's finish reason is ERROR.
       passes, host_syncs, finish_reason, seconds, prefill_seconds, compile_seconds: see `Workers`.
       compiled: whether the decode loop has been compiled.
-      unread: whether the last dispatch has not been read yet.
+      unread: whether the last dispatch has not been read yet; versions: see `Result`.
     """
 
     settings: dict[str, Any]
@@ -101,11 +101,18 @@ class SessionState:
     compile_seconds: float = 0.0
     compiled: bool = False
     unread: bool = False
+    versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.transcript = Transcript(
             self.texts.codec.decode, self.model.generation.stop_tokens, self.opening
         )
+
+    def use_params(self, params: dict[str, Any]) -> None:
+        """Goes on with other weights of the same model; see `SessionHost.follow_weights`."""
+        if self.loaded.params is not params:
+            self.loaded = dataclasses.replace(self.loaded, params=params)
+            self.model = dataclasses.replace(self.model, params=params)
 
     @property
     def reencodes(self) -> bool:
@@ -433,6 +440,7 @@ class SessionView:
             self.prefill_seconds,
             int(np.sum(np.asarray(cache.lengths))) * cache.token_bytes,
             self.compile_seconds,
+            tuple(self._session.versions),
         )
 
     def answer_of(self, step: Step) -> str | None:

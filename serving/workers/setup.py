@@ -128,7 +128,7 @@ def create_session(
     Raises:
       ValueError, TooLongError, EngineError, ClosedError: see `Workers`.
     """
-    watch = Stopwatch.start()
+    watch, version = Stopwatch.start(), engine.params_version if engine else 0
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
     plan = _SessionPlan.create(model, settings)
@@ -171,6 +171,14 @@ def create_session(
     for block in broken[:1]:
         session.fail_all_that_see(block)
     session.compile_seconds = watch.split()[1]
+    return _following(session, version)
+
+
+def _following(session: SessionState, version: int) -> SessionState:
+    """The session, which has an engine's weights, at first of this version, from now on."""
+    if session.engine:
+        session.versions.append((0, version))
+        session.engine.follow_weights(session)
     return session
 
 

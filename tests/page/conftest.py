@@ -15,8 +15,9 @@ SHOTS = ROOT / "build" / "page"
 
 
 def pytest_collection_modifyitems(items):
+    folder = Path(__file__).parent
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.parent == folder:
             item.add_marker(pytest.mark.page)
 
 

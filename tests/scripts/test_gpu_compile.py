@@ -15,8 +15,9 @@ import jax
 import pytest
 
 from scripts.gpu import compile as check
-from scripts.gpu import compiler, programs
+from scripts.gpu import compiler, programs, thunks
 from scripts.gpu import hlo as xla_text
+from scripts.gpu import results as kept
 from tests.helpers import TINY
 from tests.paths import ROOT
 
@@ -412,6 +413,91 @@ def test_what_devices_send_is_told_apart_by_layer():
         "largest_of_layers_keys": 0.25,
     }
     assert numbers["kernel_calls"] == 2 and numbers["launches"]["layer"] == 4
+
+
+# What its host works through.
+
+LISTED = """\
+000: kCommandBuffer [source       | next=004 (1) ]
+    001: kCopy         [source       | next=002 (1)] kCopy
+    002: kConditional  [prev=001 (1) | sink        ]
+      false_branch:
+        003: kCustomKernel [source | sink] add_fusion grid: [1, 1, 1] threads: [4, 1, 1]
+      true_branch:
+        No thunks.
+004: kWhile         [prev=000 (1) | next=010 (1) ]
+condition:
+    005: kCustomKernel [source | sink] less_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source       | next=008 (1)]
+        006: kWhile        [source       | sink        ]
+condition:
+            No thunks.          body:
+            007: kGemm         [source | sink]
+    008: kConditional  [prev=000 (1) | sink        ]
+      false_branch:
+        009: kCustomCall   [source | sink] host
+010: kCopy         [prev=004 (1) | sink ] kCopy
+"""
+
+
+def test_what_a_host_works_through_in_a_dispatch():
+    listed = thunks.read_list(LISTED)
+    assert [launch.kind for launch in listed if launch.in_graph] == [
+        *("kCopy", "kConditional", "kCustomKernel", "kWhile", "kGemm")
+    ]
+    assert listed[-2].around == ("kWhile", "kConditional") and listed[-1].around == ()
+    # A loop and a branch are the host's, with a comparison, a call and a copy outside of graphs.
+    host = thunks.HostWork(graphs=2, waits=2, alone=3, in_graphs=3)
+    assert thunks.HostWork.of(listed) == host
+    program = compiler.Program("", (), 0, 0, launches=LISTED)
+    assert check.host_work(program) == {"graphs": 2, "waits": 2, "alone": 3, "in_graphs": 3}
+
+
+def test_goals_of_one_graph():
+    host = {"graphs": 1, "waits": 0, "alone": 0, "in_graphs": 654}
+    assert missed({"steps": [{**STEP, "host": host}]}) == []
+    assert missed({"steps": [{**STEP, "host": {**host, "graphs": 2, "waits": 1, "alone": 3}}]}) == [
+        "triton, 4 workers: graphs of a dispatch",
+        "triton, 4 workers: loops and branches of the host",
+        "triton, 4 workers: launches outside of graphs",
+    ]
+    cold = {"backend": "triton", "name": "Llama", "error": None, "layers": 32, "kernels": 4}
+    assert missed({"cold": [cold]}) == []
+    assert missed({"cold": [{**cold, "kernels": 64}]}) == [
+        "triton, Llama: kernels lowered for 32 layers"
+    ]
+
+
+# Results that stay.
+
+
+def test_results_of_other_runs_stay_until_they_are_compiled_again(tmp_path, monkeypatch):
+    file, commit = tmp_path / "results.json", "aaaaaaa"
+    monkeypatch.setattr(kept, "_commit", lambda: commit)
+    one, two = ({"backend": "triton", "name": name, "error": None} for name in ("one", "two"))
+    first = kept.Results(("steps", "plan"), file)
+    assert not first.is_new("steps", one)
+    first.add("steps", {**one, "number": 1})
+    first.add("steps", {**two, "error": "it failed"})
+    assert first.is_new("steps", one) and not first.is_new("plan", one)
+    assert not first.is_new("steps", two)  # what failed is tried again
+    file.write_text(json.dumps(first.all()))
+
+    commit = "bbbbbbb"
+    second = kept.Results(("steps", "plan"), file)
+    assert not second.is_new("steps", one)
+    second.add("steps", {**two, "number": 2})
+    found = second.all()
+    assert [*found] == ["steps"] and [r["commit"] for r in found["steps"]] == ["aaaaaaa", "bbbbbbb"]
+    assert [r["number"] for r in found["steps"]] == [1, 2]
+    assert all(len(r["date"]) == 10 for r in found["steps"])
+
+
+def test_resuming_needs_a_file(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        check.parse(["--resume"])
+    assert exit_.value.code == 2 and "--output" in capsys.readouterr().err
 
 
 # What the numbers are held against.

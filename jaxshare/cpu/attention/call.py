@@ -35,12 +35,11 @@ def cpu_attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Float[Array, " H"] | None = None,
-) -> Float[Array, "R T H D"]:
+) -> Float[Array, "R T H _"]:
     """Attention of queries that are not rotated; see `jaxshare.attention.block_attention`.
 
     Raises:
-      NotImplementedError: a dtype that there is no kernel for, values that are a part of keys,
-        windows, softcaps and sinks.
+      NotImplementedError: a dtype that there is no kernel for, windows, softcaps and sinks.
     """
     for given, what in (
         (plan.window, "window"),
@@ -49,8 +48,10 @@ def cpu_attention(
     ):
         if given:
             raise NotImplementedError(f"it has no {what}s")
-    if not values.shape[2]:
-        raise NotImplementedError("values are a part of keys")
+    # Where values are a part of keys, whole keys are mixed, and what is rotated is left out of the
+    # sums.
+    first = 0 if values.shape[2] else 2 * plan.query_cos.shape[-1]
+    values = values if values.shape[2] else keys
     query, cache = served_dtypes(q.dtype, keys.dtype)
     codes, arenas, scales = "", [keys, values], []
     if isinstance(keys, QuantisedTensor) and isinstance(values, QuantisedTensor):
@@ -68,7 +69,8 @@ def cpu_attention(
         *(q, *arenas, plan.blocks, plan.seen, plan.offsets, plan.query_cos, plan.query_sin),
         *scales,
     )
-    return merge_over(axis, out, lse[0]).astype(q.dtype) if has_lse else out
+    out = merge_over(axis, out, lse[0]).astype(q.dtype) if has_lse else out
+    return out[..., first:]
 
 
 def _write(shape: Shape, has_lse: bool, call: Call) -> None:

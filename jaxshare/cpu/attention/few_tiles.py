@@ -1,34 +1,43 @@
 """Scores, softmax and mixing of two to four queries with the matrix unit.
 
-Keys are tiles as they lie: 16 tokens times 32 numbers. So scores come out by token, and are turned
-around. Of values the numbers of two tokens are put side by side, quarters of vectors in another
-order; what is mixed has that order until the end.
+A segment is gone over in three steps: the scores of all keys, the softmax, the mixing of all values.
+Keys and values are tiles as they lie, 16 tokens times 32 numbers, so that the first and the last step
+are little more than reading memory in order, at the rate at which it comes.
+
+Scores come out by token, and are turned around. A product adds up pairs of numbers that lie side by
+side; so each weight is given twice, once for the first number of every pair and once for the second,
+each time with a 0 for the other. What is mixed has the numbers of even and of odd places apart.
 """
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from typing import Any
 
 from jaxshare.cpu.amx import MatrixUnit
-from jaxshare.cpu.attention.tiles import TILE, seen_of, weigh_row
-from jaxshare.cpu.attention.work import FEW, WORK, Shape
-from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Machine, Val
+from jaxshare.cpu.attention.tiles import seen_of
+from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
+from jaxshare.cpu.ir import BF16, F32, I8, I16, I32, I64, PTR, Code, Machine, Val, ir
+from jaxshare.cpu.mathematics import exp2, reduced
 from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
-"""Rows of a tile of the unit, and float32 numbers of one of its rows."""
+"""Rows of a tile of the unit, tokens of one, and float32 numbers of one of its rows."""
 _WIDE = 2 * _SIDE
-"""Numbers of bfloat16 of a row of a tile of the unit."""
-_SCORES, _KEYS, _QUERIES, _MIXED, _WEIGHTS, _VALUES = (0, 1), 2, 3, (4, 5), 6, 7
-"""Tiles of the unit."""
-_SHAPES = [(_SIDE, 4 * FEW), (_SIDE, 4 * FEW), (_SIDE, 64), (_SIDE, 4 * FEW)]
-_SHAPES += [(FEW, 64), (FEW, 64), (FEW, 64), (_SIDE, 64)]
-"""Their rows, and the bytes of a row."""
-_SQUARE = 64 * _SIDE
-"""Bytes of the tile with the values of 32 tokens."""
-_BY_TURNS = [lane for q in range(0, _WIDE, 8) for i in range(q, q + 4) for lane in (i, _WIDE + i)]
-"""The numbers of two tokens side by side: the first half of each quarter of their vectors."""
-_IN_ORDER = [4 * quarter + i for quarter in (0, 4, 1, 5, 2, 6, 3, 7) for i in range(4)]
-"""Two vectors of such halves as the numbers were."""
+"""Numbers of bfloat16 of a row of a tile of the unit, and tokens that are read at once."""
+_LINE_BYTES = 64
+_AHEAD_BYTES = 8192
+"""How far ahead of what is read memory is fetched: less comes late, more leaves the cache again."""
+_SECOND_CACHE = 2
+_TOTALS, _QUERIES, _KEYS = (0, 1), 2, (3, 4)
+_OF_SCORES = [(_SIDE, 4 * FEW)] * 3 + [(_SIDE, 64)] * 2
+"""Tiles of the unit for scores; their rows, and the bytes of a row."""
+_MIXED, _WEIGHTS, _VALUES = (0, 1, 2, 3), 4, (5, 6)
+_OF_MIXING = [(2 * FEW, 64)] * 5 + [(_SIDE, 64)] * 2
+"""The same for mixing."""
+_TILE_BYTES = 64 * 2 * FEW
+"""Of a tile with the weights of 16 tokens, or with what was mixed of 32 numbers."""
+_BY_TURNS = [[lane + i for lane in range(h, h + 8) for i in (0, _SIDE)] for h in (0, 8)]
+"""The numbers of two vectors by turns, as two vectors."""
 
 
 def serves(shape: Shape, machine: Machine) -> bool:
@@ -37,52 +46,29 @@ def serves(shape: Shape, machine: Machine) -> bool:
 
 
 def write_few_tiles(shape: Shape, call: Call) -> Code:
-    """few_tiles(work, query, queries, keys, values, ahead...): takes a segment into the sums of 2
-    to FEW queries. The last arguments are the keys, values and tokens of the next segment."""
-    code = Code(call.module, call.machine, "few_tiles", [PTR, I64, I64, PTR, PTR, PTR, PTR, I64])
-    work, query, queries, keys, values, *segment_ahead = code.args
+    """few_tiles(work, query, queries, keys, values, next_keys): takes a segment into the sums of 2
+    to FEW queries. The last argument says where the keys of the next segment are."""
+    code = Code(call.module, call.machine, "few_tiles", [PTR, I64, I64, PTR, PTR, PTR])
+    work, query, queries, keys, values, next_keys = code.args
     w = WORK.read_all(code, work)
-    dim = shape.dim
-    pairs, last = code.array(I32, dim // 2 * FEW), code.array(BF16, TILE * dim)
-    by_token, scores = code.array(F32, TILE * FEW), code.array(F32, FEW * TILE)
-    squares, mixed = code.array(BF16, TILE * dim), code.array(F32, FEW * dim)
-    weights = code.array(BF16, FEW * TILE)
-    for place, size in ((mixed, FEW * dim * 4), (weights, FEW * TILE * 2)):
-        for at in range(0, size, 64):
-            code.store(code.zeros(_SIDE), place + at)
-    _write_pairs(code, w.queries + query * (dim * 2), queries, dim, pairs)
-    unit = MatrixUnit(code, _SHAPES)
-    _, highest = seen_of(code, w, query, queries)
-    with code.loop(0, highest, TILE) as first:
-        count, start = code.min(highest - first, TILE), first * shape.token_bytes
-        with code.where(count < TILE):
-            _copy(shape, code, keys + start, count, last)
-        source = code.select(count < TILE, last, keys + start)
-        _score(shape, unit, source, pairs, by_token)
-        _turn(code, by_token, scores)
-        next_start, left = start + TILE * shape.token_bytes, highest - first - TILE
-        tile_ahead = keys + next_start, values + next_start, left
-        pairs_ahead = zip(tile_ahead, segment_ahead, strict=True)
-        ahead = [code.select(left > 0, a, b) for a, b in pairs_ahead]
-        _write_squares(shape, code, values + start, count, ahead, squares)
+    pairs, scores = code.array(I32, shape.dim // 2 * FEW), code.array(F32, SEGMENT * FEW)
+    weights = code.array(I8, SEGMENT // _SIDE * _TILE_BYTES)
+    mixed = code.array(I8, shape.dim // _WIDE * _TILE_BYTES)
+    _write_pairs(code, w.queries + query * (shape.dim * 2), queries, shape.dim, pairs)
+    _, count = seen_of(code, w, query, queries)
+    with code.where(count > 0):
+        _score(shape, code, _Run(shape, code, keys, count, values), pairs, scores)
+        for i in range(FEW):
+            with code.where(queries > i):
+                _weigh(code, w, query + i, count, scores + i * 64, weights + i * 64)
+        _mix(shape, code, _Run(shape, code, values, count, next_keys), weights, mixed)
         with code.loop(0, queries) as i:
-            end = code.load_int(w.ends + (query + i) * 4) - first
-            found = []
-            for p in range(0, TILE, _SIDE):
-                seen = code.iota(_SIDE) + p < code.splat(code.min(end, count), _SIDE)
-                score = code.load(scores + (i * TILE + p) * 4, F32, _SIDE)
-                found.append(code.select(seen, score, -math.inf))
-            sums = w.tops + (query + i) * 4, w.totals + (query + i) * 4
-            places = weights + i * (TILE * 2), mixed + i * (dim * 4)
-            weigh_row(code, found, sums, *places, dim)
-        _mix(shape, unit, weights, squares, mixed)
-    unit.release()
-    with code.loop(0, queries) as i:
-        for d in range(0, dim, _WIDE):
-            halves = [code.load(mixed + (i * dim + d + h) * 4, F32, _SIDE) for h in (0, _SIDE)]
-            for h in (0, _SIDE):
-                line = halves[0].shuffled(halves[1], _IN_ORDER[h : h + _SIDE])
-                code.store(line, w.mixed + ((query + i) * dim + d + h) * 4)
+            for part in range(shape.dim // _WIDE):
+                place = mixed + i * 64 + part * _TILE_BYTES
+                even, odd = (code.load(place + at, F32, _SIDE) for at in (0, FEW * 64))
+                target = w.mixed + ((query + i) * shape.dim + part * _WIDE) * 4
+                for at, order in enumerate(_BY_TURNS):
+                    code.store(even.shuffled(odd, order), target + at * 64)
     code.give()
     return code
 
@@ -95,76 +81,130 @@ def _write_pairs(code: Code, source: Val, queries: Val, dim: int, target: Val) -
             code.store(code.load(line + pair * 4, I32), target + (pair * FEW + i) * 4)
 
 
-def _copy(shape: Shape, code: Code, keys: Val, count: Val, target: Val) -> None:
-    """Copies the keys of a tile; those after the last are the last, and no query sees them."""
-    with code.loop(0, TILE) as token:
-        source = keys + code.min(token, count - 1) * shape.token_bytes
-        for d in range(0, shape.dim, _WIDE):
-            line = code.load(source + d * 2, I16, _WIDE)
-            code.store(line, target + token * shape.token_bytes + d * 2)
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Keys or values that are read in order, 32 tokens at once.
+
+    Attributes:
+      shape, code: of the kernel.
+      start: where they are.
+      count: the tokens.
+      after: what is read after them.
+    """
+
+    shape: Shape
+    code: Code
+    start: Val
+    count: Val
+    after: Val
+
+    def whole(self, first: Val, last: Val) -> Val:
+        """Where 32 tokens from `first` on are: those after the last token are the last, which is
+        there. Where there are such, all are copied to `last`."""
+        code, size = self.code, self.shape.token_bytes
+        source, left = self.start + first * size, self.count - first
+        with code.where(left < _WIDE), code.loop(0, _WIDE) as token:
+            place = source + code.min(token, left - 1) * size
+            for at in range(0, size, _LINE_BYTES):
+                line = code.load(place + at, I16, _WIDE)
+                code.store(line, last + token * size + at)
+        return code.select(left < _WIDE, last, source)
+
+    def ahead(self, first: Val) -> Val:
+        """Where the 32 tokens are that are to be fetched while those from `first` on are read."""
+        code, size = self.code, self.shape.token_bytes
+        ahead = first + code.min(self.count, max(_AHEAD_BYTES // size, 1))
+        beyond = ahead - self.count
+        here = self.start + ahead * size
+        return code.select(beyond < 0, here, self.after + beyond * size)
+
+    def fetch(self, ahead: Val, tile: int) -> None:
+        """Has as many lines as a tile has brought to the second cache: a processor that looks ahead
+        by itself stops at the end of each page."""
+        for line in range(tile * _SIDE, (tile + 1) * _SIDE):
+            self.code.prefetch(ahead + line * _LINE_BYTES, _SECOND_CACHE)
 
 
-def _score(shape: Shape, unit: MatrixUnit, keys: Val, pairs: Val, scores: Val) -> None:
-    """The scores [TILE, FEW] of the keys of a tile."""
-    for half in range(0, TILE, _SIDE * len(_SCORES)):
-        for total in _SCORES:
+def _score(shape: Shape, code: Code, run: _Run, pairs: Val, scores: Val) -> None:
+    """The scores of all keys, by query in each block of 16 tokens: [blocks, FEW, 16]."""
+    unit, last = MatrixUnit(code, _OF_SCORES), code.array(BF16, _WIDE * shape.dim)
+    with code.loop(0, run.count, _WIDE) as first:
+        keys, ahead = run.whole(first, last), run.ahead(first)
+        for total in _TOTALS:
             unit.zero(total)
         for part in range(shape.dim // _WIDE):
             unit.load(_QUERIES, pairs + part * (_SIDE * FEW * 4), 4 * FEW)
-            for total in _SCORES:
-                token = half + total * _SIDE
-                place = keys + (token * shape.token_bytes + part * 64)
-                unit.load(_KEYS, place, shape.token_bytes)
-                unit.multiply(total, _KEYS, _QUERIES)
-        for total in _SCORES:
-            unit.store(total, scores + (half + total * _SIDE) * (FEW * 4), FEW * 4)
+            for block, total in enumerate(_TOTALS):
+                place = keys + (block * _SIDE * shape.token_bytes + part * 64)
+                unit.load(_KEYS[block], place, shape.token_bytes)
+                unit.multiply(total, _KEYS[block], _QUERIES)
+                run.fetch(ahead, part * len(_TOTALS) + block)
+        for block, total in enumerate(_TOTALS):
+            unit.store(total, scores + (first + block * _SIDE) * (4 * FEW), 4 * FEW)
+    # Later, since the vector unit waits for what the matrix unit has just stored.
+    with code.loop(0, rounded(run.count, _WIDE), _SIDE) as first:
+        _turn(code, scores + first * (4 * FEW))
 
 
-def _turn(code: Code, by_token: Val, scores: Val) -> None:
-    """Turns scores [TILE, FEW] around."""
+def _turn(code: Code, scores: Val) -> None:
+    """Turns the scores of 16 tokens [16, FEW] around."""
     two = [[i + FEW * token for i in pair for token in range(8)] for pair in ((0, 1), (2, 3))]
     one = [[*range(h, h + 8), *range(_SIDE + h, _SIDE + h + 8)] for h in (0, 8)]
-    for start in range(0, TILE, _SIDE):
-        places = [by_token + (start + t) * (FEW * 4) for t in range(0, _SIDE, _SIDE // FEW)]
-        a, b, c, d = (code.load(place, F32, _SIDE) for place in places)
-        for pair, order in enumerate(two):
-            first, second = a.shuffled(b, order), c.shuffled(d, order)
-            for i, half in enumerate(one):
-                place = scores + ((2 * pair + i) * TILE + start) * 4
-                code.store(first.shuffled(second, half), place)
+    a, b, c, d = (code.load(scores + i * 64, F32, _SIDE) for i in range(FEW))
+    for pair, order in enumerate(two):
+        first, second = a.shuffled(b, order), c.shuffled(d, order)
+        for i, half in enumerate(one):
+            code.store(first.shuffled(second, half), scores + (2 * pair + i) * 64)
 
 
-def _write_squares(
-    shape: Shape, code: Code, values: Val, count: Val, ahead: Sequence[Val], target: Val
-) -> None:
-    """Writes the values of a tile as tiles of the unit [TILE / 32, D / 16], and has the next keys
-    and values brought to the caches."""
-    columns = shape.dim // _SIDE
-    with code.loop(0, TILE // 2) as pair:
-        rows = [values + code.min(pair * 2 + i, count - 1) * shape.token_bytes for i in range(2)]
-        *places, tokens = ahead
-        with code.where(pair * 2 < tokens):
-            for place in places:
-                for line in range(0, 2 * shape.token_bytes, 64):
-                    code.prefetch(place + pair * (2 * shape.token_bytes) + line)
-        place = target + pair // _SIDE * (columns * _SQUARE) + pair % _SIDE * 64
-        for column, d in enumerate(range(0, shape.dim, _WIDE)):
-            first, second = (code.load(row + d * 2, I16, _WIDE) for row in rows)
-            for half in range(2):
-                line = first.shuffled(second, [lane + 4 * half for lane in _BY_TURNS])
-                code.store(line, place + (2 * column + half) * _SQUARE)
+def _weigh(code: Code, w: Any, query: Val, count: Val, scores: Val, weights: Val) -> None:
+    """The weights of a query, its largest score and the sum of its weights."""
+    end = code.load_int(w.ends + query * 4)
+    stop = rounded(count, _WIDE)
+    lowest = code.zeros(_SIDE) - math.inf
+
+    def score(first: Val) -> Val:
+        return code.load(scores + first * (4 * FEW), F32, _SIDE)
+
+    highest = code.var(lowest)
+    with code.loop(0, end // _SIDE * _SIDE, _SIDE) as first:
+        highest.set(code.max(highest.get(), score(first)))
+    with code.loop(end // _SIDE * _SIDE, stop, _SIDE) as first:
+        seen = code.iota(_SIDE) < code.splat(end - first, _SIDE)
+        code.store(code.select(seen, score(first), lowest), scores + first * (4 * FEW))
+        highest.set(code.max(highest.get(), score(first)))
+    top = reduced(highest.get(), code.max)
+    under = code.splat(code.select(top > -math.inf, top, code.constant(0.0, F32)), _SIDE)
+    total = code.var(code.zeros(_SIDE))
+    with code.loop(0, stop, _SIDE) as first:
+        weight = exp2(code, score(first) - under, is_short=True)
+        total.set(total.get() + weight)
+        bits = code.narrowed(weight, BF16).bitcast(ir.VectorType(I16, _SIDE))
+        number = Val(code, code.b.zext(bits.value, ir.VectorType(I32, _SIDE)))
+        place = weights + first // _SIDE * _TILE_BYTES
+        code.store(number, place)
+        code.store(number << 16, place + FEW * 64)
+    code.store(top, w.tops + query * 4)
+    code.store(reduced(total.get(), lambda a, b: a + b), w.totals + query * 4)
 
 
-def _mix(shape: Shape, unit: MatrixUnit, weights: Val, squares: Val, mixed: Val) -> None:
-    """Adds the values of a tile with their weights to what the queries have mixed."""
-    columns = shape.dim // _SIDE
-    for start in range(0, columns, len(_MIXED)):
-        for i, tile in enumerate(_MIXED):
-            unit.load(tile, mixed + (start + i) * 64, shape.dim * 4)
-        for part in range(TILE // _WIDE):
-            unit.load(_WEIGHTS, weights + part * 64, TILE * 2)
-            for i, tile in enumerate(_MIXED):
-                unit.load(_VALUES, squares + (part * columns + start + i) * _SQUARE, 64)
-                unit.multiply(tile, _WEIGHTS, _VALUES)
-        for i, tile in enumerate(_MIXED):
-            unit.store(tile, mixed + (start + i) * 64, shape.dim * 4)
+def _mix(shape: Shape, code: Code, run: _Run, weights: Val, mixed: Val) -> None:
+    """Mixes values with their weights."""
+    unit, last = MatrixUnit(code, _OF_MIXING), code.array(BF16, _WIDE * shape.dim)
+    parts = range(shape.dim // _WIDE)
+    for start in range(0, len(parts), len(_MIXED)):
+        chosen = [*zip(_MIXED, parts[start : start + len(_MIXED)], strict=False)]
+        for tile, _ in chosen:
+            unit.zero(tile)
+        with code.loop(0, run.count, _WIDE) as first:
+            values, ahead = run.whole(first, last), run.ahead(first)
+            for block in range(2):
+                unit.load(_WEIGHTS, weights + (first // _SIDE + block) * _TILE_BYTES, 64)
+                for tile, part in chosen:
+                    place = values + (block * _SIDE * shape.token_bytes + part * 64)
+                    unit.load(_VALUES[part % 2], place, shape.token_bytes)
+                    unit.multiply(tile, _WEIGHTS, _VALUES[part % 2])
+                    run.fetch(ahead, block * len(parts) + part)
+        for tile, part in chosen:
+            unit.store(tile, mixed + part * _TILE_BYTES, 64)
+    unit.release()

@@ -58,9 +58,9 @@ def write_piece(shape: Shape, call: Call) -> Code:
     if on_tiles:
         after = code.min(index + 1, w.num_items * w.kv_heads - 1)
         following = ITEM.read_all(code, w.items + after // w.kv_heads * ITEM.bytes)
-        ahead = *_places(shape, code, w, following, after % w.kv_heads), following.tokens
+        next_keys, _ = _places(shape, code, w, following, after % w.kv_heads)
         some = (count > most) & (count <= FEW)
-        run(some, prepare_many, write_few_tiles(shape, call), *ahead)
+        run(some, prepare_many, write_few_tiles(shape, call), next_keys)
     run(count > FEW, prepare_many, many)
     code.give()
     return code

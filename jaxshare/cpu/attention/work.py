@@ -7,7 +7,7 @@ from jaxshare.cpu.amx import FEATURES as AMX
 from jaxshare.cpu.ir import BF16, BYTES, FORMATS, I64, PTR, Code, Machine, Record, Val, ir
 from jaxshare.cpu.runtime import Call
 
-SEGMENT = 512
+SEGMENT = 1024
 """Tokens of a segment, the longest run of a block that a piece of work reads."""
 _QUERIES = 256
 """Queries of a piece of work, unless one row has more."""

@@ -3,7 +3,8 @@ One JSON object a line, in on stdin, out on stdout.
 
     (at the start)                                  -> versions
     {"do": "load", "folder": PATH, "threads": N}    -> system: what llama.cpp was compiled for; "kind": "Q8_0", say, quantises, and
-                                                       "file": PATH is written, or read if it is there
+                                                       "file": PATH is written, or read if it is there, and
+                                                       "extra": false does without the forms of weights for this machine's matrix unit
     {"do": "open", "rows": R, "tokens": N, "flash": BOOL, "unified": BOOL}
                                                     -> nothing: room for R sequences of N tokens
     {"do": "prefill", "tokens": [[...], ...], "share": BOOL}
@@ -34,7 +35,7 @@ class LlamaSession:
     """The model, and the batch that is being decoded."""
 
     def load(
-        self, folder: str, threads: int, kind: str = "", file: str | None = None
+        self, folder: str, threads: int, kind: str = "", file: str | None = None, extra: bool = True
     ) -> dict[str, Any]:
         import llama_cpp
 
@@ -47,7 +48,7 @@ class LlamaSession:
                 write(Path(folder), partial, kind)
                 partial.rename(place)
             parameters = llama_cpp.llama_model_default_params()
-            parameters.use_mmap = False
+            parameters.use_extra_bufts = extra
             self._model = llama_cpp.llama_model_load_from_file(bytes(place), parameters)
         if not self._model:
             raise RuntimeError("llama.cpp did not load the model")

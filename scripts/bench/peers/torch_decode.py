@@ -3,7 +3,9 @@ in on stdin, out on stdout.
 
     (at the start)                                 -> versions
     {"do": "load", "folder": PATH, "threads": N}   -> threads
-    {"do": "prefill", "tokens": [[...], ...]}      -> seconds; tokens and near, as for trace, of the prompts' ends
+    {"do": "prefill", "tokens": [[...], ...], "copies": N}
+                                                   -> seconds; tokens and near, as for trace, of the prompts' ends; N rows hold
+                                                      a copy each of what was computed of a prompt (default 1)
     {"do": "trace", "steps": N}                    -> tokens [N][R] and near [N][R]: by how many spacings of the logits' dtype each token
                                                       beat the second best
     {"do": "step", "steps": N}                     -> seconds
@@ -35,7 +37,7 @@ class Session:
         self.step(2)
         return {"threads": torch.get_num_threads()}
 
-    def prefill(self, tokens: list[list[int]]) -> dict[str, Any]:
+    def prefill(self, tokens: list[list[int]], copies: int = 1) -> dict[str, Any]:
         import torch
         from transformers import DynamicCache
 
@@ -44,6 +46,9 @@ class Session:
         begin = time.perf_counter()
         self.cache = DynamicCache(config=self.model.config)
         logits = self.feed(ids)
+        if copies > 1:
+            logits = logits.repeat_interleave(copies, dim=0)
+            self.cache.batch_repeat_interleave(copies)
         self.token = logits.argmax(-1, keepdim=True)
         seconds = time.perf_counter() - begin
         return {"seconds": seconds, "tokens": self.token[:, 0].tolist(), "near": _near(logits)}

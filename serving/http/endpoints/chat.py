@@ -27,7 +27,13 @@ from jaxshare.serving.http.generation.logprobs import (
     shown_tokens,
 )
 from jaxshare.serving.http.generation.messages import ChatMessage, NamedTool, OfferedTool
-from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
+from jaxshare.serving.http.generation.running import (
+    FINISHED,
+    Running,
+    SampledChoice,
+    usage_of,
+    versions_of,
+)
 from jaxshare.serving.http.generation.tool_choice import offer_of
 from jaxshare.serving.http.identities import new_id
 from jaxshare.serving.http.service import Service
@@ -161,6 +167,7 @@ def _choice(
         "message": message,
         "logprobs": logprobs,
         "finish_reason": _reason(completion, answer.calls),
+        **versions_of(completion),
     }
 
 

@@ -21,7 +21,13 @@ from jaxshare.serving.http.generation.fields import (
 )
 from jaxshare.serving.http.generation.grammars import grammar_of
 from jaxshare.serving.http.generation.logprobs import LogprobCursor, completion_logprobs
-from jaxshare.serving.http.generation.running import FINISHED, Running, SampledChoice, usage_of
+from jaxshare.serving.http.generation.running import (
+    FINISHED,
+    Running,
+    SampledChoice,
+    usage_of,
+    versions_of,
+)
 from jaxshare.serving.http.identities import new_id
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.inputs import MOST_LOGPROBS
@@ -147,6 +153,7 @@ class _CompletionWork:
             "text": head + (completion.text if completion else ""),
             "logprobs": logprobs,
             "finish_reason": reason,
+            **(versions_of(completion) if completion else {}),
         }
 
     def _logprobs(self, prompt: int, completion: Completion | None) -> dict[str, Any]:

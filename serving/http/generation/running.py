@@ -11,7 +11,7 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Stream, TokenChunk
-from jaxshare.serving.http.errors import api_error, draining
+from jaxshare.serving.http.errors import ApiError, api_error, draining
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +142,13 @@ class Running:
     async def _pieces(self, choice: SampledChoice) -> AsyncGenerator[Piece]:
         with _told():
             async for chunk in choice.stream:
+                if chunk.restarted:
+                    raise ApiError(
+                        409,
+                        "the weights of the model have changed, and what was sent of this answer is "
+                        "void; ask again",
+                        code="restarted",
+                    )
                 yield choice, chunk
         yield choice, await self._completion(choice)
 
@@ -192,6 +199,13 @@ def submit(engine: Engine, wanted: Wanted) -> list[SampledChoice]:
             choice.stream.cancel()
         raise api_error(error) from error
     return choices
+
+
+def versions_of(completion: Completion) -> dict[str, Any]:
+    """The field of a choice with [number of tokens, version of the weights] one after the other, where
+    the engine's weights have been exchanged."""
+    runs = completion.version_runs
+    return {"params_versions": [*map(list, runs)]} if any(v for _, v in runs) else {}
 
 
 FINISHED = {

@@ -18,7 +18,7 @@ from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http import errors, sse
 from jaxshare.serving.http.answers import json_response, owner_of
 from jaxshare.serving.http.app import ROUTERS, guard
-from jaxshare.serving.http.endpoints import page, trees
+from jaxshare.serving.http.endpoints import page, trees, weights
 from jaxshare.serving.http.endpoints.tree_store import TreeStore
 from jaxshare.serving.http.metrics import HttpMetrics
 from jaxshare.serving.http.replicas.relay import Relay, ReplicaAnswers
@@ -149,6 +149,35 @@ class Front:
         data = [each for _, _, body in answers for each in json.loads(body)["data"]]
         return json_response({"object": "list", "data": data})
 
+    async def weights(self, request: Request) -> Response:
+        """Tells the versions of the weights of all replicas, or exchanges them on all.
+
+        Raises:
+          ApiError: replicas that have refused them, each with its name and its reason.
+        """
+        asked = await _read(request.scope, request.receive)
+        self._check_open(asked)
+        answers = sorted(await self._replicas.ask_all("whole", asked))
+        found = {name: (status, json.loads(body)) for name, status, body in answers}
+        versions = {
+            name: body["version"] for name, (status, body) in found.items() if status == 200
+        }
+        failed = {name: told for name, told in found.items() if name not in versions}
+        if failed:
+            reasons = (
+                f"replica {n}: {body['error']['message']}" for n, (_, body) in failed.items()
+            )
+            others = (
+                f"; {len(versions)} of {len(found)} replicas have the weights" if versions else ""
+            )
+            raise errors.ApiError(
+                max(status for status, _ in failed.values()),
+                "; ".join(reasons) + others,
+                code=next(iter(failed.values()))[1]["error"]["code"],
+            )
+        told = {"version": min(versions.values(), default=0), "replicas": versions}
+        return json_response({"object": "weights", **told})
+
     async def told_metrics(self) -> Response:
         """Tells the counters of the front, and those of every replica's engine with its name."""
         registry, families = CollectorRegistry(), _Families()
@@ -237,6 +266,8 @@ def create_front(front: Front, *, is_local: bool = False) -> FastAPI:
             methods = [*(route.methods or ())]
             if router in (page.router, trees.router) or route.path in _HERE:
                 app.add_api_route(route.path, route.endpoint, methods=methods)
+            elif route.path == weights.PATH:
+                app.add_api_route(route.path, front.weights, methods=methods)
             elif route.path.startswith(_REFUSED):
                 app.add_api_route(route.path, _refuse, methods=methods)
             else:

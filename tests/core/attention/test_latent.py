@@ -99,8 +99,14 @@ class Latents:
         del self.blocks[block][at:]
 
 
-@pytest.mark.parametrize("implementation", mostly_slow(["xla", "reference"]))
+def only_where_there_is(implementation: str) -> None:
+    if implementation == "cpu" and not cpu.available():
+        pytest.skip("no CPU kernels here")
+
+
+@pytest.mark.parametrize("implementation", mostly_slow(["xla", "cpu", "reference"], 2))
 def test_a_session_of_rows_that_list_blocks_at_other_places(implementation):
+    only_where_there_is(implementation)
     latents = Latents()
     check = functools.partial(latents.check, implementation=implementation)
     check([[0], [1], [2]], [64, 64, 17], width=64)
@@ -154,22 +160,57 @@ def test_blocks_up_to_their_last_token():
         latents.check([[0]], [1], width=3, implementation="xla")
 
 
-@pytest.mark.slow
-def test_bfloat16():
+@pytest.mark.parametrize("implementation", mostly_slow(["cpu", "xla"]))
+def test_bfloat16(implementation):
+    only_where_there_is(implementation)
     latents = Latents(jnp.bfloat16)
-    latents.check([[0], [1], [2]], [64, 30, 17], width=64)
-    latents.check([[1, 0], [2, 1], [0, 1, 3]], [0, 2, 3], width=3)
+    check = functools.partial(latents.check, implementation=implementation)
+    check([[0], [1], [2]], [64, 30, 17], width=64)
+    check([[1, 0], [2, 1], [0, 1, 3]], [0, 2, 3], width=3)
     latents.move(3, 2)
-    latents.check([[1, 0], [2], [0, 2, 3]], [1, 2, 3], width=3)
+    check([[1, 0], [2], [0, 2, 3]], [1, 2, 3], width=3)
 
 
 def test_rows_that_share_all_of_an_arena():
     """Where blocks fill an arena, xla reads it in one product."""
     latents = Latents(capacities=(512, 510, 1, 1))
     for _ in range(7):
-        latents.check([[0], [1]], [70, 70], width=70)
+        latents.check([[0], [1]], [70, 70], width=70, implementation="xla")
     assert latents.cache.keys[0].shape[1] == 1024
-    latents.check([[0, 1, 2], [1, 0, 3]], [1, 1], width=1)
+    latents.check([[0, 1, 2], [1, 0, 3]], [1, 1], width=1, implementation="xla")
+
+
+@pytest.mark.slow
+def test_the_cpu_kernel_takes_the_sizes_of_deepseek():
+    """Two workers that read each other, 12 heads each, over latents of 512."""
+    only_where_there_is("cpu")
+    rng, rope, scale = np.random.default_rng(3), Rope.default(64, 10_000.0), 0.07
+    cache = KVCache.create(Config(head_dim=576, rope=rope), (135, 70), jnp.bfloat16)
+    blocks: list[list[np.ndarray]] = [[], []]
+
+    def fed(count: list[int], rows: list[list[int]]) -> tuple[KVCache, jax.Array]:
+        width = max(count)
+        q, k = (
+            jnp.asarray(rng.normal(size=(2, width, heads, 576)), jnp.bfloat16) for heads in (12, 1)
+        )
+        plan = make_plan(cache, Layout.from_blocks(rows), jnp.asarray(count), width)
+        after = cache.append(0, k, k[..., :0], plan)
+        arenas = after.keys[0], after.values[0]
+        out = block_attention(q, *arenas, plan, scale=scale, implementation="cpu")
+        for r, row in enumerate(rows):
+            blocks[row[-1]] += list(np.asarray(k, np.float64)[r, : count[r]])
+        for r, row in enumerate(rows):
+            seen = np.stack([key for block in row for key in blocks[block]])
+            keys, last = rotated(seen, np.arange(len(seen)), rope), np.asarray(len(seen) - 1)
+            query = rotated(np.asarray(q, np.float64)[r, count[r] - 1], last, rope)
+            expected = softmax_attention(query, keys, seen[..., 64:], scale)
+            found = np.asarray(out, np.float64)[r, count[r] - 1]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=4e-2)
+        return after.advance(plan), out
+
+    cache, _ = fed([130, 65], [[0], [1]])
+    cache, out = fed([1, 1], [[1, 0], [0, 1]])
+    assert out.shape == (2, 1, 12, 512) and cache.lengths.tolist() == [131, 66]
 
 
 def test_values_take_no_room():
@@ -201,7 +242,7 @@ def test_the_cpu_kernel_appends_the_same(dtype):
         )
 
 
-@pytest.mark.parametrize("name", ["cpu", "triton", "mosaic_gpu"])
+@pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
 def test_backends_with_kernels_say_that_they_cannot(name):
     cache = Latents().cache
     plan = make_plan(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)

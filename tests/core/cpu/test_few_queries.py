@@ -10,7 +10,7 @@ from jaxshare import KVCache, Layout, Rope, block_attention, cpu, make_plan
 from tests.helpers import mostly_slow
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="kernels are not for this machine")
-LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130, 511, 512, 513, 577)
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 130, 577, 1023, 1024, 1025, 1090)
 """Of tiles and segments, one less and one more."""
 CASES = [(3, 64), (4, 32), (1, 48), (2, 128), (1, 64), (2, 64), (4, 48), (3, 128), (4, 128)]
 """Query heads of a kv head, and their dimension."""

@@ -241,7 +241,11 @@ def check_experts(rows: int, experts: int, dtype: str, kernels: list) -> None:
     expert = jnp.asarray(rng.integers(-1, experts + 1, (rows, 2)), jnp.int32)
     multiply = jax.jit(lambda x, e, k: cpu_expert_products(x, e, k, "float32"))
     ys = multiply(x, expert, jax.tree.map(jnp.asarray, kernels))
+    # The matrix unit takes groups of whole tiles; with others products stay exact.
+    packed = [each for each in kernels if isinstance(each, QuantisedTensor)]
+    on_unit = all(each.group % 32 == 0 or each.group == width for each in packed)
     many = dtype == "bfloat16" and this_machine().features >= AMX and rows * 2 >= 6 * experts
+    many = many and on_unit
     for y, kernel in zip(ys, kernels, strict=True):
         for e in range(experts):
             at, slot = np.nonzero(np.asarray(expert) == e)

@@ -189,5 +189,5 @@ def test_a_row_that_starts_again_has_a_new_state():
 
 
 def test_a_kind_of_log_probabilities_that_there_is_not():
-    with pytest.raises(ValueError, match="it must be True, False, 'raw' or 'processed'"):
+    with pytest.raises(ValueError, match="it must be True, False, 'raw', 'processed' or 'both'"):
         state_of([Sampler()], PROMPTS[:1], logprobs="drawn")

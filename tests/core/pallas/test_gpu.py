@@ -18,9 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxshare import command_buffers
 from jaxshare.attention.api import preferred
+from jaxshare.decoding import loop
 from jaxshare.pallas.device import current_device
 from scripts.bench.parts.attention import cases
+from tests.helpers import run, tiny_state
 
 Heads = cases.Heads
 
@@ -148,3 +151,20 @@ def test_the_best_backend_is_preferred(gpu):
     assert next(b for b in preferred() if able(b, gpu)) == (
         "mosaic_gpu" if gpu.capability // 10 == 9 else "triton"
     )
+
+
+def test_loops_in_graphs_give_what_the_hosts_give(gpu, monkeypatch):
+    """Graphs are recorded, run again and given other arrays from the second dispatch on."""
+    prompts = [[1, 2, 3], list(range(2, 22)), [4], [5, 6]]
+
+    def dispatches(options: dict[str, str]) -> list[list[list[int]]]:
+        monkeypatch.setattr(loop, "graph_options", lambda: options)
+        state, found = tiny_state(prompts), []
+        for passes in (1, 3, 2, 5, 4):
+            state = run(state, passes)
+            found.append(state.outputs())
+        return found
+
+    assert command_buffers.graph_options() == command_buffers.LOOPS_IN_GRAPHS
+    expected = dispatches({})
+    assert any(expected[-1]) and dispatches(command_buffers.LOOPS_IN_GRAPHS) == expected

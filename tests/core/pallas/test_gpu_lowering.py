@@ -8,14 +8,19 @@ import dataclasses
 import importlib
 import importlib.util
 import itertools
+import subprocess
+import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from jaxshare.pallas.dense_products import gpu_dense_product
 from jaxshare.pallas.device import H200, assume_device
-from scripts.gpu import programs
+from scripts.gpu import programs, quantised_steps
 from tests.helpers import mostly_slow
+from tests.paths import ROOT
 
 # JAX warns wherever the backend lowers. That it will be removed is known, and the reason why
 # nothing else imports its files.
@@ -97,6 +102,14 @@ def test_latents_lower_for_cuda(backend, case):
     check(backend, case)
 
 
+@pytest.mark.parametrize("form", mostly_slow(quantised_steps.FORMS), ids=lambda form: form.name)
+def test_products_with_quantised_matrices_lower_for_cuda(form):
+    x = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
+    matrix = quantised_steps.packed((300, 256), form)
+    text = lowered("triton", lambda x, matrix: gpu_dense_product(x, matrix, x.dtype), x, matrix)
+    assert calls(text) == {"triton"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("backend", TARGETS)
@@ -139,6 +152,47 @@ def test_a_decode_step_on_several_devices_lowers_for_cuda(spread):
     assert calls(
         lowered("mosaic_gpu", decoding.function, *decoding.arguments, donate_argnums=(1,))
     ) == {"mosaic_gpu"}
+
+
+ONCE = """
+import dataclasses, re, sys
+import jax
+from jaxshare.pallas.device import H200, assume_device
+from scripts.gpu import programs
+from tests.core.pallas.test_gpu_lowering import TARGETS, lowered
+
+backend, layers = sys.argv[1], int(sys.argv[2])
+traces = []
+@jax.jit
+def traced(x):
+    traces.append(1)
+    return x
+
+with assume_device(H200):
+    config = dataclasses.replace(programs.MODEL, num_layers=layers)
+    decoding = programs.decoding(programs.Step("2 rows", 2, "shared", 16, 1, False), backend, config, 256)
+    traced(1.0)
+text = lowered(backend, decoding.function, *decoding.arguments, donate_argnums=(1,))
+with assume_device(H200):
+    traced(1.0)
+print(len(traces), len(re.findall(rf"custom_call @\\S*{re.escape(TARGETS[backend])}", text)))
+"""
+"""Run in a process that has not imported what kernels are written with."""
+
+
+@pytest.mark.parametrize("layers", mostly_slow((3, 5)))
+@pytest.mark.parametrize("backend", TARGETS)
+def test_kernels_are_lowered_once_for_all_layers_and_nothing_is_traced_again(backend, layers):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ONCE, backend, str(layers)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    # Attention and its merge.
+    assert done.stdout.split() == ["1", "2"]
 
 
 def test_what_is_compiled_covers_all_that_is_promised():

@@ -70,7 +70,7 @@ def engine():
         ({"prompt": range(10**30)}, ValueError, "the prompt has more than"),
         ({"stop": [""]}, ValueError, "give texts that are not empty"),
         ({"sampler": 0.7}, TypeError, "sampler is of type float; it must be a Sampler"),
-        ({"logprobs": "no"}, ValueError, "logprobs is 'no'; it must be True, False, 'raw' or"),
+        ({"logprobs": "no"}, ValueError, "logprobs is 'no'; it must be True, False, 'raw', "),
         ({"resample": ["stepwise"]}, ValueError, "resample is"),
         ({"sampler": Sampler(bias={31: 1.0})}, ValueError, "token 31, outside the vocabulary"),
         ({"prompt": 5}, TypeError, "a prompt is a text, messages .*, not int"),

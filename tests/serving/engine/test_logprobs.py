@@ -280,9 +280,9 @@ def test_on_the_command_line(capsys):
         ({"top_logprobs": -1}, "top_logprobs is -1; it must be at least 0"),
         (
             {"logprobs": "drawn"},
-            "logprobs is 'drawn'; it must be True, False, 'raw' or 'processed'",
+            "logprobs is 'drawn'; it must be True, False, 'raw', 'processed' or 'both'",
         ),
-        ({"logprobs": 1}, "logprobs is 1; it must be True, False, 'raw' or 'processed'"),
+        ({"logprobs": 1}, "logprobs is 1; it must be True, False, 'raw', 'processed' or 'both'"),
         ({"logprobs": "processed", "resample": "stepwise"}, "logprobs cannot be had with resample"),
         ({"top_logprobs": "5"}, "top_logprobs is '5'; it must be an integer"),
         (

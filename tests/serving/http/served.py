@@ -85,6 +85,7 @@ class ScriptedEngine:
         words = tokenizer(TEMPLATES[template])
         config = types.SimpleNamespace(vocab_size=len(words), max_positions=4096)
         self._end = words.convert_tokens_to_ids(ENDS[template])
+        self.params_version = 0
         self.model = LoadedModel(config, {}, words, Generation((self._end,)))  # pyright: ignore[reportArgumentType]
         self.metrics, self.max_request_tokens = Metrics(), 4096
         self.answers, self.piece = [*answers], 3

@@ -13,6 +13,7 @@ from jaxshare.serving.http.endpoints.completions import CompletionFields
 from jaxshare.serving.http.endpoints.responses import ResponseFields
 from jaxshare.serving.http.endpoints.tokens import DetokenizeFields, ScoreFields, TokenizeFields
 from jaxshare.serving.http.endpoints.trees import TreeFields
+from jaxshare.serving.http.endpoints.weights import WeightsFields
 from jaxshare.serving.http.endpoints.workers import SayFields, SessionFields, WorkerFields
 from tests.paths import ROOT
 from tests.serving.http.served import ScriptedEngine, served
@@ -29,7 +30,7 @@ BODIES = [
     ScoreFields,
     TreeFields,
 ]
-OF_SESSIONS = [SessionFields, SayFields, WorkerFields, BatchFields]
+OF_SESSIONS = [SessionFields, SayFields, WorkerFields, BatchFields, WeightsFields]
 
 
 @pytest.mark.parametrize("body", [*BODIES, *OF_SESSIONS])

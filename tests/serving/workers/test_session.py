@@ -102,7 +102,9 @@ def plain_run(
     loaded, tokenizer = model(), model().tokenizer
     prompt = tokenizer.encode(format.prompt(tokenizer, problem().prompt(), names))
     blocks = list(layout.blocks)
-    cache = KVCache.create(loaded.config, [1024] * 8, jnp.float32)
+    # One arena for all layouts, that they share programs: the oracle reads all of it for each row.
+    room = [896 if block == layout.prompt else 256 for block in blocks]
+    cache = KVCache.create(loaded.config, [*room, *[256] * (8 - len(room))], jnp.float32)
     rows = [layout.sees[name] for name in names]
 
     def forward(tokens: list[list[int]], rows: Sequence[Sequence[str]]) -> np.ndarray:

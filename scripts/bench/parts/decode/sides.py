@@ -1,6 +1,7 @@
 """Our side of the benchmark of decoding."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,11 +58,14 @@ class Run:
         steps: int,
         budget: int,
         first: Sequence[Sequence[int]] | None = None,
+        copied: bool = False,
     ):
         """prompts int[P, S]; `rows` list their blocks; `first` is what each row feeds before it
-        samples, if not its prompt alone."""
+        samples, if not its prompt alone. If the prompts are `copied`, all the same, the first is
+        computed and the other blocks get copies."""
         self.model, self.params, self.steps = model, model.params, steps
-        self.count, self.length = prompts.shape
+        self.blocks, self.length = prompts.shape
+        self.count = 1 if copied else self.blocks
         vocab = model.config.vocab_size
         # the prompts' own come with `prefill`
         logits = jnp.zeros((len(rows), vocab)) if first is None else None
@@ -85,7 +89,7 @@ class Run:
         self.prompts = np.zeros(
             (len(self.groups) * self.rows, -(-self.length // self.width) * self.width), np.int32
         )
-        self.prompts[: self.count, : self.length] = prompts
+        self.prompts[: self.count, : self.length] = prompts[: self.count]
 
     def compile_forward(self) -> None:
         forward = jax.jit(self.model.module.apply, donate_argnums=3)
@@ -119,7 +123,10 @@ class Run:
                 )
             ends.append(logits)
         logits = jnp.concatenate(ends)[: self.count]
-        if self.count == len(self.state.logits):
+        if self.blocks > self.count:
+            cache = _with_copies(cache, self.blocks, self.length)
+            logits = jnp.repeat(logits, self.blocks, axis=0)
+        if self.blocks == len(self.state.logits):
             self.state = dataclasses.replace(self.state, logits=logits)
         self.state = jax.block_until_ready(dataclasses.replace(self.state, cache=cache))
         return time.perf_counter() - begin
@@ -151,17 +158,44 @@ class Run:
         }
 
 
+def _with_copies(cache: KVCache, blocks: int, length: int) -> KVCache:
+    """The cache with what is in the first block in the first `blocks` of them."""
+    offsets = np.asarray(cache.offsets)[:blocks].tolist()
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def copied(arena: jax.Array) -> jax.Array:
+        first = arena[:, offsets[0] : offsets[0] + length]
+        for at in offsets[1:]:
+            arena = arena.at[:, at : at + length].set(first)
+        return arena
+
+    keys, values = (jax.tree.map(copied, arenas) for arenas in (cache.keys, cache.values))
+    lengths = cache.lengths.at[:blocks].set(length)
+    return dataclasses.replace(cache, keys=keys, values=values, lengths=lengths)
+
+
 def prepare(
-    model: LoadedModel, prompts: np.ndarray, steps: int, growth: int, share: bool
+    model: LoadedModel,
+    prompts: np.ndarray,
+    steps: int,
+    growth: int,
+    share: bool,
+    copied: bool = False,
 ) -> dict[str, Run]:
     """jaxshare's sides for prompts int[R, S], compiled, with room for `growth` tokens a row: every
     row with its own prompt in a block of its own; and with `share` all with the first prompt in one
-    block, each going on from a token of its own."""
+    block, each going on from a token of its own. Prompts that are `copied` are all the same."""
     rows, length = prompts.shape
     budget = growth + 2  # so that no row ends while it is measured
     runs = {
         OURS: Run(
-            model, prompts, [[r] for r in range(rows)], (length + growth,) * rows, steps, budget
+            model,
+            prompts,
+            [[r] for r in range(rows)],
+            (length + growth,) * rows,
+            steps,
+            budget,
+            copied=copied,
         )
     }
     if share:

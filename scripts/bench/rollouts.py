@@ -1,0 +1,252 @@
+"""Samples of prompts for training, and the exchange of the weights between two steps of it.
+
+    python -m scripts.bench.rollouts                            # the full measurement
+    python -m scripts.bench.rollouts --quick                    # few prompts, within four minutes on two cores
+    python -m scripts.bench.rollouts --json --output FILE       # one JSON object
+
+ - Samples: several of each prompt from an engine, which stores each prompt once, against `generate`
+   with `share=False`, which stores and reads it for each sample. Both give the log-probabilities
+   that training needs, of the same tokens.
+ - Weights: `Engine.update_params`, with its check of all numbers, against copying them once.
+
+How to read the result is in benchmarks/README.md.
+"""
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxshare import Sampler
+from jaxshare.models import LoadedModel
+from jaxshare.serving import generate
+from jaxshare.serving.engine import Engine
+from jaxshare.serving.rollouts import rollout
+from scripts.bench.lib import (
+    Goal,
+    Parser,
+    alternate,
+    command,
+    finish,
+    machine,
+    progress,
+    ratios,
+    table,
+    versions,
+)
+from scripts.bench.parts.engine.random_model import MODEL, forking_model
+
+SHARED, UNSHARED = "engine", "share=False"
+UPDATE, COPY = "update_params", "one copy"
+SAMPLES_GOAL, UPDATE_GOAL = 1.3, 1.2
+_WIDER = MODEL | {"intermediate_size": 2816}
+"""With 125 M parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """The sizes of a measurement.
+
+    Attributes:
+      prompts, samples: the number of prompts, and of samples of each.
+      prompt_tokens, new_tokens: of each.
+      rounds: turns of each side; updates: of the weights.
+    """
+
+    prompts: int = 16
+    samples: int = 32
+    prompt_tokens: int = 512
+    new_tokens: int = 64
+    rounds: int = 3
+    updates: int = 8
+
+
+QUICK = Scale(prompts=4, samples=16, rounds=1, updates=6)
+
+
+class Sides:
+    """Both sides of both measurements."""
+
+    def __init__(self, model: LoadedModel, scale: Scale, seed: int):
+        self.model, self.scale, self.seed = model, scale, seed
+        rng, size = np.random.default_rng(seed), (scale.prompts, scale.prompt_tokens)
+        self.prompts = rng.integers(3, model.config.vocab_size, size).tolist()
+        stops = tuple(model.generation.stop_tokens)
+        self.sampler = Sampler(temperature=1.0, forbidden=stops)
+        self.engine = Engine(model, max_rows=64, passes=63)
+        self.weights = [jax.tree.map(jnp.copy, model.params) for _ in range(2)]
+        self.texts: dict[str, list[tuple[int, ...]]] = {}
+        self._number = 0
+
+    def shared(self) -> float:
+        # What an earlier turn has cached must not help.
+        self.engine.update_params(self.weights[0])
+        begin = time.perf_counter()
+        batch = rollout(
+            self.engine,
+            self.prompts,
+            n=self.scale.samples,
+            sampler=self.sampler,
+            max_new_tokens=self.scale.new_tokens,
+            seed=self.seed,
+        )
+        seconds = time.perf_counter() - begin
+        self.texts[SHARED] = [each.tokens for each in batch.completions]
+        return seconds
+
+    def unshared(self) -> float:
+        found = generate(
+            self.model,
+            self.prompts,
+            n=self.scale.samples,
+            sampler=self.sampler,
+            max_new_tokens=self.scale.new_tokens,
+            seed=self.seed,
+            share=False,
+            logprobs="both",
+            max_rows=64,
+            warm_up=True,
+        )
+        self.texts[UNSHARED] = [each.tokens for each in found.completions]
+        return found.seconds  # without those of compilation
+
+    def update(self) -> float:
+        self._number += 1
+        begin = time.perf_counter()
+        self.engine.update_params(self.weights[self._number % 2])
+        return time.perf_counter() - begin
+
+    def copy(self) -> float:
+        begin = time.perf_counter()
+        found = jax.block_until_ready(jax.tree.map(jnp.copy, self.weights[0]))
+        seconds = time.perf_counter() - begin
+        del found
+        return seconds
+
+    def same_texts(self) -> float:
+        """The share of samples that are the same on both sides: float32 rounds differently."""
+        pairs = zip(self.texts[SHARED], self.texts[UNSHARED], strict=True)
+        return statistics.mean(a == b for a, b in pairs)
+
+
+def measure(
+    name: str, model: LoadedModel, scale: Scale, seed: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measures a model; compiles before."""
+    sides = Sides(model, scale, seed)
+    try:
+        say(f"{name}: compile")
+        sides.shared(), sides.update(), sides.copy()
+        say(f"{name}: weights")
+        updates = alternate({UPDATE: sides.update, COPY: sides.copy}, scale.updates)
+        say(f"{name}: samples")
+        seconds = alternate({SHARED: sides.shared, UNSHARED: sides.unshared}, scale.rounds)
+        same = sides.same_texts()
+    finally:
+        sides.engine.shutdown()
+    size = sum(array.nbytes for array in jax.tree.leaves(model.params))
+    tokens = scale.prompts * scale.samples * scale.new_tokens
+    return {
+        "model": name,
+        **dataclasses.asdict(scale),
+        "weights_bytes": size,
+        "seconds": seconds,
+        "update_seconds": updates,
+        "tokens_per_second": {s: tokens / statistics.median(t) for s, t in seconds.items()},
+        "same_texts": same,
+        "faster": ratios(seconds[UNSHARED], seconds[SHARED]),
+        "update_by_copy": min(updates[UPDATE]) / min(updates[COPY]),
+    }
+
+
+def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """The goals; those of samples are for prompts of the full length."""
+    return [
+        goal
+        for r in results
+        for goal in (
+            Goal(
+                f"{r['model']}: samples, times faster than share=False",
+                r["faster"]["median"],
+                SAMPLES_GOAL,
+            ),
+            Goal(
+                f"{r['model']}: update_params, least seconds by those of one copy",
+                r["update_by_copy"],
+                UPDATE_GOAL,
+                at_most=True,
+            ),
+        )
+    ]
+
+
+def as_text(report: Mapping[str, Any]) -> str:
+    """The report without its goals."""
+    where = report["machine"]
+    parts = [
+        f"{where['cpu']}, {where['cores']} cores, load {where['load_average']} at the start; jax "
+        f"{report['versions']['jax']}"
+    ]
+    for r in report["results"]:
+        what = f"{r['prompts']} prompts of {r['prompt_tokens']}, {r['samples']} samples each"
+        rows = [
+            (f"{side}, tokens/s", f"{r['tokens_per_second'][side]:.0f}")
+            for side in (SHARED, UNSHARED)
+        ]
+        rows += [
+            (f"{side}, least ms", f"{1e3 * min(r['update_seconds'][side]):.1f}")
+            for side in (UPDATE, COPY)
+        ]
+        rows.append(("the same texts", f"{r['same_texts']:.0%}"))
+        parts.append(table((f"{r['model']}: {what}", ""), rows))
+    return "\n\n".join(parts)
+
+
+def parse(arguments: Sequence[str] | None) -> Any:
+    parser = Parser(prog="scripts.bench.rollouts", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few prompts, one round")
+    parser.add_argument("--rounds", type=int, help="turns of each side in the sampling")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and texts")
+    parser.reporting()
+    given = parser.parse_args(arguments)
+    if given.seed < 0:
+        parser.error(f"--seed is {given.seed}, but it must be at least 0")
+    if given.rounds is not None and given.rounds < 1:
+        parser.error(f"--rounds is {given.rounds}, but it must be at least 1")
+    parser.check_output(given.output)
+    return given
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    asked = command(
+        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
+    )
+    where, scale = machine(), QUICK if options.quick else Scale()
+    if options.rounds:
+        scale = dataclasses.replace(scale, rounds=options.rounds)
+    with progress(4) as say:
+        say("make the model")
+        model = forking_model(options.seed, dtype="float32", model=_WIDER)
+        results = [measure("random", model, scale, options.seed, say)]
+    report = {
+        "benchmark": "rollouts",
+        "command": asked,
+        "machine": where,
+        "versions": versions(("jax", "jaxlib", "flax", "numpy")),
+        "settings": {"quick": options.quick, "seed": options.seed, "temperature": 1.0},
+        "results": results,
+    }
+    finish(report, as_text(report), goals(results), as_json=options.json, output=options.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

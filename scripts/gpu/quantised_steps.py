@@ -1,0 +1,298 @@
+"""Decode steps of published models with quantised weights on one GPU: what is compiled, and what it
+reads, writes and keeps.
+
+Programs have two layers, as those of `scripts.gpu.expert_steps`. All linear layers but the head are
+quantised, as checkpoints have it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxshare.models.config import ModelConfig
+from jaxshare.models.tensor_parallel import param_path
+from jaxshare.pallas.dense_products import choose_tiles, gpu_dense_product
+from jaxshare.pallas.device import H200
+from jaxshare.pallas.matrix_codes import in_arrays
+from jaxshare.quantised import FORMATS, QuantisedTensor, is_quantised
+from scripts.gpu import predicted, programs
+from scripts.gpu.compiler import Compiler, Program
+from scripts.gpu.expert_steps import RATES, launches_by_what
+from scripts.gpu.hlo import (
+    kernel_calls,
+    large_results,
+    launches,
+    operand_bytes,
+)
+
+LLAMA_8B = ModelConfig.from_json(
+    dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        hidden_act="silu",
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=131072,
+        num_attention_heads=32,
+        num_hidden_layers=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-05,
+        rope_scaling=dict(
+            factor=8.0,
+            high_freq_factor=4.0,
+            low_freq_factor=1.0,
+            original_max_position_embeddings=8192,
+            rope_type="llama3",
+        ),
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+        vocab_size=128256,
+    )
+)
+QWQ_32B = ModelConfig.from_json(
+    dict(
+        architectures=["Qwen2ForCausalLM"],
+        model_type="qwen2",
+        hidden_act="silu",
+        hidden_size=5120,
+        intermediate_size=27648,
+        max_position_embeddings=40960,
+        max_window_layers=64,
+        num_attention_heads=40,
+        num_hidden_layers=64,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-05,
+        rope_theta=1000000.0,
+        sliding_window=32768,
+        tie_word_embeddings=False,
+        use_sliding_window=False,
+        vocab_size=152064,
+    )
+)
+MODELS: Mapping[str, tuple[ModelConfig, programs.Step]] = {
+    "Llama-3.1-8B": (LLAMA_8B, programs.QUICK_STEPS[1]),
+    "QwQ-32B": (QWQ_32B, programs.QUICK_STEPS[0]),
+}
+"""Models and their steps: 64 branches, and 4 workers."""
+HISTORY = 32768
+"""Tokens of the block that all rows see."""
+BACKEND = "mosaic_gpu"
+
+
+class PackedForm(NamedTuple):
+    """The way in which a checkpoint has its matrices: format, inputs that share a scale (None for
+    all), dtypes of scales and of zeros."""
+
+    name: str
+    format: str
+    group: int | None
+    scale: Any
+    zero: Any = None
+
+
+FORMS = (
+    PackedForm("int4, groups of 128 with zeros", "int4", 128, jnp.float16, jnp.int8),
+    PackedForm("int8, a scale a row", "int8", None, jnp.float32),
+    PackedForm("fp8, blocks of 128", "fp8", 128, jnp.float32),
+)
+"""As AWQ, compressed-tensors, and DeepSeek and Qwen publish them."""
+ROWS = (1, 64, 256, 2048)
+"""Of products that are compiled alone."""
+
+
+def packed(shape: tuple[int, ...], form: PackedForm, sharding: Any = None) -> QuantisedTensor:
+    """The shapes of a quantised matrix."""
+    kind, (*lead, inputs) = FORMATS[form.format], shape
+    groups = 1 if form.group is None else inputs // form.group
+
+    def of(number: int, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((*lead, number), dtype, sharding=sharding)
+
+    return QuantisedTensor(
+        of(inputs * kind.bits // 8, kind.storage),
+        of(groups, form.scale),
+        None if form.zero is None else of(groups, form.zero),
+        format=form.format,
+        dtype=np.dtype(jnp.bfloat16),
+    )
+
+
+def packed_layers(params: Any, form: PackedForm) -> Any:
+    """The shapes of parameters with the matrices of all layers quantised."""
+
+    def map_leaf(keys: Any, leaf: jax.ShapeDtypeStruct) -> Any:
+        path = param_path(keys)
+        in_layer = any(part.startswith("layers_") for part in path)
+        return packed(leaf.shape, form, leaf.sharding) if in_layer and leaf.ndim == 2 else leaf
+
+    return jax.tree.map_with_path(map_leaf, params)
+
+
+def describe(name: str, form: PackedForm) -> dict[str, Any]:
+    """The names of a program in the report."""
+    config, step = MODELS[name]
+    return {
+        "backend": BACKEND,
+        "name": f"{name}, {form.name}, {step.name}",
+        "rows": step.rows,
+        "layers": config.num_layers,
+    }
+
+
+def describe_product(form: PackedForm, rows: int) -> dict[str, Any]:
+    return {"backend": "triton", "name": f"product, {form.name}, {rows} rows", "rows": rows}
+
+
+def compiled_product(compiler: Compiler, form: PackedForm, rows: int) -> dict[str, Any]:
+    """Compiles the product of gate and up of Llama-3.1-8B alone."""
+    shape = (2 * LLAMA_8B.intermediate_size, LLAMA_8B.hidden_size)
+    x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
+    program = compiler.compile(
+        lambda x, kernel: gpu_dense_product(x, kernel, jnp.bfloat16), x, packed(shape, form)
+    )
+    return {
+        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+        "temp_bytes": program.temp_bytes,
+        "matrix_in_bfloat16": 2 * math.prod(shape),
+    }
+
+
+def compiled(compiler: Compiler, name: str, form: PackedForm) -> dict[str, Any]:
+    """Compiles the step of a model with two of its layers, and returns all numbers."""
+    config, step = MODELS[name]
+    cut = dataclasses.replace(config, num_layers=2)
+    decoding = programs.decoding(step, (BACKEND, "xla"), cut, history=HISTORY)
+    params, *rest = decoding.arguments
+    params = packed_layers(params, form)
+    decoding = dataclasses.replace(decoding, arguments=(params, *rest))
+    program = compiler.compile(decoding.function, *decoding.arguments, donate_argnums=(1,))
+    return numbers(program, decoding, config, step, form)
+
+
+def numbers(
+    program: Program,
+    decoding: programs.Decoding,
+    config: ModelConfig,
+    step: programs.Step,
+    form: PackedForm,
+) -> dict[str, Any]:
+    """The numbers of a compiled step, those of all layers of the model, and a roofline's."""
+    from scripts.gpu.compile import turn_of_layers
+
+    turn = turn_of_layers(program.text, decoding.layers)
+    last = [line for line in turn if f"layers_{decoding.layers - 1}/" in line]
+    own = launches_by_what(last)
+    outside = len(launches(turn)) - decoding.layers * sum(own.values())
+    read = matrix_reads(program.text, last, form)
+    params = decoding.arguments[0]
+    matrices = matrices_of(params, decoding.layers - 1)
+    packed_bytes = sum(each.nbytes for each in matrices)
+    other = _bytes(params) - sum(each.nbytes for each in matrices_of(params))
+    smallest = min(each.size for each in matrices)
+    all_launches = outside + config.num_layers * sum(own.values())
+    return {
+        "measured": {
+            "packed_bytes": packed_bytes * config.num_layers,
+            "read_bytes": read["by_kernel"] * config.num_layers,
+            "read_otherwise": read["otherwise"],
+            "other_weight_bytes": other,
+            "temp_bytes": program.temp_bytes,
+            "largest_matrix_in_bfloat16": 2 * max(each.size for each in matrices),
+            "large_writes": dict(large_results(program.text, smallest // 2)),
+            "aliased": program.alias_bytes / decoding.cache_bytes,
+            "layer": own,
+            "outside": outside,
+            "launches": all_launches,
+            "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+            "spill_bytes": sum(kernel.spill_bytes for kernel in program.kernels),
+        },
+        "predicted": predict(config, step, matrices, all_launches),
+    }
+
+
+def predict(
+    config: ModelConfig,
+    step: programs.Step,
+    matrices: Sequence[QuantisedTensor],
+    launched: int,
+) -> dict[str, Any]:
+    """Predicts the time of a step where nothing overlaps (benchmarks/roofline.md).
+
+    Args:
+      config, step: of the model.
+      matrices: of one layer.
+      launched: kernels of a step.
+    """
+    layers, rows = config.num_layers, step.rows
+    products = [_product_seconds(each, rows) for each in matrices]
+    head = config.vocab_size * config.hidden_size * predicted.BYTES
+    plain = sum(each.size for each in matrices) * predicted.BYTES * layers
+    cached = predicted.cached_bytes(config, 1, HISTORY, step.own, rows)["read"]
+    rest = {
+        "head": head / RATES.copies,
+        "cache": cached / RATES.copies,
+        "launches": launched * RATES.launch,
+    }
+    parts = {
+        "weights": layers * sum(each["memory"] for each in products),
+        "waiting for rows": layers * sum(max(each.values()) - each["memory"] for each in products),
+        **rest,
+    }
+    return {
+        "seconds": {**parts, "all": sum(parts.values())},
+        "seconds_in_bfloat16": plain / RATES.copies + sum(rest.values()),
+        "bytes_in_bfloat16": plain,
+    }
+
+
+LEVEL_2, PRODUCTS = 5.5e12, 712e12
+"""Bytes/s of the level-2 cache, and FLOP/s of large products (benchmarks/roofline.md)."""
+
+
+def _product_seconds(matrix: QuantisedTensor, rows: int) -> dict[str, float]:
+    """The times that each part of the GPU takes for a product: memory, level-2 cache, matrix
+    units."""
+    outputs, inputs = matrix.shape
+    form = in_arrays(matrix)[0]
+    tiles = choose_tiles(rows, outputs, form, matrix.codes.shape[1], H200)
+    blocks = -(-rows // tiles.rows), -(-outputs // tiles.outputs)
+    read = blocks[1] * rows * inputs * 2 + blocks[0] * matrix.nbytes
+    # Sums of pieces are written and read again.
+    sums = 2 * tiles.pieces * rows * outputs * 4 if tiles.pieces > 1 else 0
+    return {
+        "memory": matrix.nbytes / RATES.copies,
+        "level 2": (read + sums) / LEVEL_2,
+        "matrix units": 2 * math.prod(blocks) * tiles.rows * tiles.outputs * inputs / PRODUCTS,
+    }
+
+
+def matrix_reads(text: str, lines: Sequence[str], form: PackedForm) -> dict[str, int]:
+    """Bytes of matrices that a layer's instructions read: our kernels, and all others of arrays in
+    the dtype of codes."""
+    names = {"int8": "s8", "uint8": "u8", "float8_e4m3fn": "f8e4m3fn"}
+    codes = names[FORMATS[form.format].storage.name]
+    found = operand_bytes(text)
+    ours = [line for line in kernel_calls(lines) if "dense_products" in line]
+    # The first operand has the rows.
+    by_kernel = sum(size for line in ours for _, size in found(line)[1:])
+    others = [line for line in launches(lines) if line not in ours]
+    otherwise = sum(size for line in others for dtype, size in found(line) if dtype == codes)
+    return {"by_kernel": by_kernel, "otherwise": otherwise}
+
+
+def matrices_of(params: Any, layer: int | None = None) -> list[QuantisedTensor]:
+    found = jax.tree.leaves_with_path(params, is_leaf=is_quantised)
+    return [
+        leaf
+        for keys, leaf in found
+        if is_quantised(leaf) and (layer is None or f"layers_{layer}" in param_path(keys))
+    ]
+
+
+def _bytes(params: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))

@@ -1,0 +1,77 @@
+"""Samples of prompts on one engine, or on one for each data group, as a batch for training."""
+
+import concurrent.futures
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxshare import Sampler
+from jaxshare.decoding.logprobs import BOTH
+from jaxshare.serving.branches.answering import CallAnswering
+from jaxshare.serving.branches.on_engine import complete_on
+from jaxshare.serving.branches.prompt_tree import Prompts
+from jaxshare.serving.branches.run_plan import read_run_prompts
+from jaxshare.serving.branches.selection import by_prompt
+from jaxshare.serving.engine import Engine
+from jaxshare.serving.engine.completion import Completion
+from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
+from jaxshare.serving.rollouts.batch import RolloutBatch, pack
+
+
+def rollout(
+    engines: Engine | Sequence[Engine],
+    prompts: Prompts,
+    *,
+    n: int = 1,
+    sampler: Sampler | None = None,
+    max_new_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    include_stop: bool | None = None,
+    seed: int | None = None,
+    length: int | None = None,
+    multiple_of: int = 64,
+    pad_token: int = 0,
+) -> RolloutBatch:
+    """Samples n completions of each prompt, and packs them for training.
+
+    Sample i of prompt p has the stream of `stream_seed(seed, p, i)`, as from `generate`: in float32 it
+    is the same on any number of engines.
+
+    Args:
+      engines: one, or several of one model with the same weights, such as those of
+        `model.replicas()`. Each has neighbouring prompts, with all of their samples.
+      prompts: a text, tokens, a list of these, or a tree; see `generate`.
+      n: samples of each prompt.
+      sampler, max_new_tokens, stop, include_stop, seed: see `generate`. Give another seed at each step
+        of training.
+      length, multiple_of, pad_token: of the arrays; see `pack`.
+
+    Raises:
+      ValueError: no engines, or see `generate` and `pack`.
+      NotANumberError, NoTokenError: nothing can be sampled for a prompt.
+      TooLongError, QueueFullError, ClosedError: see `Engine.submit`.
+    """
+    engines = [engines] if isinstance(engines, Engine) else [*engines]
+    if not engines:
+        raise ValueError("there are no engines; give at least one")
+    model = engines[0].model
+    sampler = sampler or default_sampler(model)
+    sampler.refuse(["best_of"], "all samples are given; leave it out")
+    texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
+    call = CallAnswering.of(model, sampler, include_stop=include_stop, **texts)
+    read = read_run_prompts(model, prompts, n, None)
+    answers = call.of_prompts(read, 0)
+    warn_of_equal_texts((prompt.n, answers[prompt.number].sampler) for prompt in read)
+
+    def of_part(engine: Engine, part: Sequence[int]) -> list[Completion]:
+        own = [read[i] for i in part]
+        return [*complete_on(engine, own, answers=answers, top_logprobs=0, logprobs=BOTH)]
+
+    parts = np.array_split(np.arange(len(read)), len(engines))
+    with concurrent.futures.ThreadPoolExecutor(len(engines), "jaxshare-rollout") as threads:
+        found = [each for part in threads.map(of_part, engines, parts) for each in part]
+    samples = by_prompt(found)
+    of_each = [samples[prompt.number] for prompt in read]
+    tokens = [prompt.tokens for prompt in read]
+    sizes = {"length": length, "multiple_of": multiple_of, "pad_token": pad_token}
+    return pack(model, tokens, of_each, **sizes)
