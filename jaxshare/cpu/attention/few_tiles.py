@@ -57,11 +57,11 @@ def write_few_tiles(shape: Shape, call: Call) -> Code:
     _write_pairs(code, w.queries + query * (shape.dim * 2), queries, shape.dim, pairs)
     _, count = seen_of(code, w, query, queries)
     with code.where(count > 0):
-        _score(shape, code, _Run(shape, code, keys, count, values), pairs, scores)
+        _score(shape, code, _InOrder(shape, code, keys, count, values), pairs, scores)
         for i in range(FEW):
             with code.where(queries > i):
                 _weigh(code, w, query + i, count, scores + i * 64, weights + i * 64)
-        _mix(shape, code, _Run(shape, code, values, count, next_keys), weights, mixed)
+        _mix(shape, code, _InOrder(shape, code, values, count, next_keys), weights, mixed)
         with code.loop(0, queries) as i:
             for part in range(shape.dim // _WIDE):
                 place = mixed + i * 64 + part * _TILE_BYTES
@@ -82,7 +82,7 @@ def _write_pairs(code: Code, source: Val, queries: Val, dim: int, target: Val) -
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _InOrder:
     """Keys or values that are read in order, 32 tokens at once.
 
     Attributes:
@@ -125,7 +125,7 @@ class _Run:
             self.code.prefetch(ahead + line * _LINE_BYTES, _SECOND_CACHE)
 
 
-def _score(shape: Shape, code: Code, run: _Run, pairs: Val, scores: Val) -> None:
+def _score(shape: Shape, code: Code, run: _InOrder, pairs: Val, scores: Val) -> None:
     """The scores of all keys, by query in each block of 16 tokens: [blocks, FEW, 16]."""
     unit, last = MatrixUnit(code, _OF_SCORES), code.array(BF16, _WIDE * shape.dim)
     with code.loop(0, run.count, _WIDE) as first:
@@ -188,7 +188,7 @@ def _weigh(code: Code, w: Any, query: Val, count: Val, scores: Val, weights: Val
     code.store(reduced(total.get(), lambda a, b: a + b), w.totals + query * 4)
 
 
-def _mix(shape: Shape, code: Code, run: _Run, weights: Val, mixed: Val) -> None:
+def _mix(shape: Shape, code: Code, run: _InOrder, weights: Val, mixed: Val) -> None:
     """Mixes values with their weights."""
     unit, last = MatrixUnit(code, _OF_MIXING), code.array(BF16, _WIDE * shape.dim)
     parts = range(shape.dim // _WIDE)
