@@ -120,6 +120,7 @@ def test_rows_have_the_texts_of_runs_with_fewer_processors():
     assert whole_run().outputs()[0] == one.outputs()[0] != alone.outputs()[0]
 
 
+@pytest.mark.slow
 def test_rows_take_their_processors_into_another_state_and_back():
     """With those of its own rows, in another order and of other parameters."""
     expected, last = whole_run().outputs(), np.asarray([2, 3])

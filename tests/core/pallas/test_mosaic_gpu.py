@@ -117,6 +117,7 @@ def test_sinks():
     check(shape, case([[0, 2], [], [1, 3]], [1, 0, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
 
 
+@pytest.mark.slow
 def test_softcaps():
     """The scores reach half of the cap; sinks are not capped."""
     shape = dataclasses.replace(DECODE, scoring=Scoring(softcap=8.0, sinks=(9.0, 0.0, 1.0, -1.0)))
