@@ -80,7 +80,7 @@ def session(
     return cache, np.concatenate(exact)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", mostly_slow(CONFIGS.values()), ids=CONFIGS)
 def test_workers_in_three_layouts_and_their_traces(config):
     model, recorder = loaded(config), Recorder(len(CAPACITIES), CAPACITIES)
     cache, exact = session(model, DenseModel(config, model.params, len(CAPACITIES)), recorder)

@@ -51,7 +51,7 @@ def _by_xla(bits: int) -> Callable:
 
 
 BY = {"kernel": jax.jit(truncation_bounds), "2 bits": _by_xla(2), "4 bits": _by_xla(4)}
-ways = pytest.mark.parametrize("way", BY)
+ways = pytest.mark.parametrize("way", mostly_slow(["kernel", "4 bits", "2 bits"], 2))
 
 
 def found_by(way: str, logits, top_k=0, top_p=1.0, min_p=0.0, typical_p=None) -> np.ndarray:

@@ -190,6 +190,7 @@ def test_windows_of_pending_tokens():
     check(shape, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
 
 
+@pytest.mark.slow
 def test_log_sum_exps_for_other_devices(monkeypatch):
     """The inputs of merging over devices, where tokens are sharded.
 

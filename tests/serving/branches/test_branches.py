@@ -398,6 +398,7 @@ def test_a_completion_says_why_it_ended_and_how_long_its_prompt_is():
             assert completion.reason == ("stop" if stopped else "budget")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", mostly_slow([True, False]))
 @pytest.mark.parametrize("max_rows", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_waves_give_what_all_rows_at_once_give(max_rows, stops):

@@ -31,7 +31,9 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
-_causal = jax.jit(functools.partial(one_layer().module.apply, method="causal"))
+@functools.cache
+def causal():
+    return jax.jit(functools.partial(one_layer().module.apply, method="causal"))
 
 
 def expected(prefix: str, candidate: str) -> list[float]:
@@ -40,7 +42,7 @@ def expected(prefix: str, candidate: str) -> list[float]:
     tokens, start = model.tokenizer.encode(prefix + candidate), len(model.tokenizer.encode(prefix))
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(tokens)] = tokens
-    wide = np.asarray(_causal(model.params, padded), np.float64)[0]
+    wide = np.asarray(causal()(model.params, padded), np.float64)[0]
     return [
         wide[i - 1, tokens[i]] - np.log(np.exp(wide[i - 1]).sum())
         for i in range(max(1, start), len(tokens))

@@ -184,6 +184,7 @@ def test_texts_are_the_same_beside_others_after_preemption_and_with_little_room(
         assert capacity > 160 or any(each.preemptions for each in ended.values())
 
 
+@pytest.mark.slow
 def test_penalties_read_forced_tokens_too(engine):
     """A penalty on what the text has had is the same whether its tokens were forced or sampled."""
     grammar = Grammar.choices(["a b a b a b " + end for end in ("a", "b", "c", "d")])
