@@ -151,6 +151,7 @@ FAMILIES = (
             *zip(FAMILIES[:1], SPLITS, strict=False),
             *((case, split) for case in FAMILIES for split in [*SPLITS][case == FAMILIES[0] :]),
         ],
+        0,
         several=True,
     ),
 )

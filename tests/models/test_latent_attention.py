@@ -206,6 +206,7 @@ def test_a_whole_text_without_a_cache(config):
     np.testing.assert_allclose(logits[0], expected[0], **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", mostly_slow([{"tensor": 2, "kv": 2}, {"tensor": 2}, {"kv": 2}, {"tensor": 4}]), ids=str
 )

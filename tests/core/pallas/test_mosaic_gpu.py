@@ -161,6 +161,7 @@ def test_many_layouts_of_latents(case):
 WINDOW = dataclasses.replace(DECODE, scoring=Scoring(window=70))
 
 
+@pytest.mark.slow
 def test_windows():
     """A window over two blocks, one inside a block that another row sees more of, and one over all
     that a row sees."""

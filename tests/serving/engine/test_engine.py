@@ -282,6 +282,7 @@ def test_passes_of_a_dispatch_follow_from_the_speeds(speeds, most, monkeypatch):
     assert max(passes) == most and passes[:-1] == [most] * (len(passes) - 1)
 
 
+@pytest.mark.slow
 def test_rows_idle_while_others_go_on_as_long_as_the_host_would_take(monkeypatch):
     """Where calls wait. A pass of four rows takes as long as the host: each row may idle for one."""
     taken = []

@@ -33,6 +33,7 @@ def test_the_small_program_has_an_eighth_of_the_rows_and_four_at_least(rows, siz
     assert decode_rows.few_rows(rows) == size
 
 
+@pytest.mark.slow
 def test_without_a_warm_up_no_request_waits_for_a_second_program(dispatched):
     with Engine(MODEL, max_rows=ROWS, passes=4) as engine:
         engine.submit([5, 7, 11], Sampler(), max_new_tokens=20).wait()

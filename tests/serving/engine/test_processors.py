@@ -136,6 +136,7 @@ def test_a_preempted_request_goes_on_with_its_state():
     assert list(outputs[1].tokens) == greedy((1, 4), SETTINGS["one"], 6)[0]
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_whatever_runs_beside_them():
     params = Sampler(1.1, top_p=0.9, processors=("memory", "clip"))
 

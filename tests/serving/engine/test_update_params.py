@@ -229,6 +229,7 @@ def test_many_updates_in_the_midst_of_requests_that_share_prefixes():
             assert done(stream).tokens == outputs(done(stream).versions[0] % 2 == 1, prompt, 8)
 
 
+@pytest.mark.slow
 def test_copies_in_host_memory_are_forgotten():
     engine = Stepped(tokens=64, host=256)
     streams = [engine.submit(lasting(8, seed=seed), max_new_tokens=8) for seed in range(4)]

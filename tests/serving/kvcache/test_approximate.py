@@ -123,6 +123,7 @@ def test_branches_run_and_leave_their_memory_in_order():
     assert tokens[0] == tokens[1] and [len(each) for each in tokens[0]] == [6] * 4
 
 
+@pytest.mark.slow
 def test_a_saved_engine_is_restored_where_caches_are_of_the_same_form(tmp_path):
     with Engine(model(), max_rows=2, host_kv_bytes=2**20) as engine:
         first = outputs(engine)
