@@ -62,7 +62,8 @@ def test_attention_is_that_over_the_numbers_of_the_codes(format, dim):
 
 def test_what_a_backend_cannot_do_is_said():
     cache, q = filled("fp8", 64)
-    plan = make_plan(cache, Layout.from_blocks([[0], [1]]), jnp.ones(2, jnp.int32), 5)
+    planned = jax.jit(make_plan, static_argnums=3)
+    plan = planned(cache, Layout.from_blocks([[0], [1]]), jnp.ones(2, jnp.int32), 5)
     arenas = cache.keys[0], cache.values[0]
     with (
         assume_device(H200),
