@@ -111,6 +111,7 @@ def test_dispatches_of_few_passes_and_of_few_rows_give_the_same():
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_rows_have_the_texts_of_runs_with_fewer_processors():
     """A row without one has that of a program that has none."""
     alone = run(state_of([Sampler(), SAMPLERS[1]], logprobs=False))

@@ -318,7 +318,7 @@ def test_greedy_answers_of_hundreds_of_calls_are_those_of_each_alone(seed, polic
 
 
 def test_a_schedule_evicts_swaps_fetches_and_preempts():
-    engine = schedule(random.Random(3), 60, host=128)
+    engine = schedule(random.Random(3), 30, host=128)
     assert (
         sum(metric(engine, "jaxshare_evicted_tokens_total", to=to) for to in ("host", "nowhere"))
         > 100
