@@ -24,6 +24,7 @@ from jaxtyping import Float32
 
 from jaxshare import compile_cache
 from jaxshare.cache import KVCache
+from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.deprecated import renamed
 from jaxshare.layout import Layout
 from jaxshare.models import layers, orbax_io
@@ -264,6 +265,7 @@ def load(
     params = read(target_dtype)
     if mesh is None and jax.default_backend() == "gpu":
         params = pack(params, config)
+    use_large_pages(jax.tree.leaves(params))
     return LoadedModel(
         fitted,
         params,
