@@ -58,6 +58,7 @@ def test_what_xla_does_not_know_is_left_out(on_a_gpu, monkeypatch, option):
     assert command_buffers.graph_options() == {}
 
 
+@pytest.mark.slow
 def test_the_dispatch_is_compiled_with_them_but_not_inside_another_program(monkeypatch):
     """JAX refuses options of a jitted function inside another one."""
     given = []

@@ -220,13 +220,8 @@ def test_values_may_be_a_part_of_quantised_keys(implementation):
     rows = [[0, 1]]
     more = {"dtype": jnp.float32, "kv_heads": 1}
     _, cache, *_ = passed(cache, [[0]], [30], 30, **more)
-    layout, rng = Layout.from_blocks(rows), np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.normal(size=(1, 5, n, DIM)), jnp.float32) for n in (HEADS, 1))
-    plan = make_plan(cache, layout, jnp.asarray([5], jnp.int32), 5)
-    cache = cache.append(0, k, k[..., :0], plan).advance(plan)
-    out = block_attention(q, cache.keys[0], cache.values[0], plan, implementation=implementation)
-    expected = attention_in_numpy(cache, rows, [5], q)
-    np.testing.assert_allclose(np.asarray(out), expected, atol=1e-5)
+    out, cache, q, *_ = passed(cache, rows, [5], 5, seed=1, implementation=implementation, **more)
+    np.testing.assert_allclose(out, attention_in_numpy(cache, rows, [5], q), atol=1e-5)
 
 
 def test_the_attention_share_is_that_of_the_numbers_of_the_codes():
@@ -234,14 +229,20 @@ def test_the_attention_share_is_that_of_the_numbers_of_the_codes():
     exact = dataclasses.replace(
         cache, keys=(jnp.asarray(numbers(cache.keys[0]), jnp.float32),), values=cache.values
     )
-    plan = make_plan(cache, Layout.from_blocks([[0, 2, 1]]), jnp.ones(1, jnp.int32), 1)
+    layout = Layout.from_blocks([[0, 2, 1]])
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, HEADS, DIM)), jnp.float32)
-    share, expected = (block_attention_share(q, c.keys[0], plan, DIM**-0.5) for c in (cache, exact))
+
+    @jax.jit
+    def share_of(cache):
+        plan = make_plan(cache, layout, jnp.ones(1, jnp.int32), 1)
+        return block_attention_share(q, cache.keys[0], plan, DIM**-0.5)
+
+    share, expected = share_of(cache), share_of(exact)
     np.testing.assert_allclose(share, expected, atol=1e-6)
     assert abs(float(jnp.sum(share[0, 0, 0])) - 1) < 1e-5
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", mostly_slow([4, 1]))
 def test_no_copy_of_the_arena_is_made(rows):
     config = dataclasses.replace(CONFIG, head_dim=64, rope=Rope((1.0, 0.1)))
     cache = KVCache.create(config, [16384, *[512] * rows], jnp.bfloat16, approximate="int8")
@@ -263,7 +264,7 @@ def test_no_copy_of_the_arena_is_made(rows):
 # moves
 
 
-@pytest.mark.parametrize("format", [None, *FORMATS])
+@pytest.mark.parametrize("format", mostly_slow([*FORMATS, None]))
 def test_a_hundred_moves_add_at_most_half_a_step_each(format):
     """A rotation keeps the length of a difference, so that the errors of a key's moves add up:
     each is at most half a step in each entry."""

@@ -1,6 +1,7 @@
 """Models from GGUF files: the numbers of their tensors against the package gguf, bit for bit, and
 their logits against transformers."""
 
+import functools
 import json
 import random
 import re
@@ -45,7 +46,8 @@ CASES = [
 
 
 def causal(model, tokens) -> np.ndarray:
-    return np.asarray(model.module.apply(model.params, tokens[None], method="causal")[0])
+    run = jax.jit(functools.partial(model.module.apply, method="causal"))
+    return np.asarray(run(model.params, tokens[None])[0])
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, 6))

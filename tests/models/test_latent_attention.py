@@ -80,7 +80,7 @@ def session(
     return cache, np.concatenate(exact)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", mostly_slow(CONFIGS.values()), ids=CONFIGS)
 def test_workers_in_three_layouts_and_their_traces(config):
     model, recorder = loaded(config), Recorder(len(CAPACITIES), CAPACITIES)
     cache, exact = session(model, DenseModel(config, model.params, len(CAPACITIES)), recorder)
@@ -200,7 +200,8 @@ def test_a_fork_inside_a_block():
 def test_a_whole_text_without_a_cache(config):
     model = loaded(config)
     tokens = np.random.default_rng(7).integers(0, 101, 30)
-    logits = Decoder(config).apply(model.params, tokens[None], method="causal")
+    causal = jax.jit(functools.partial(Decoder(config).apply, method="causal"))
+    logits = causal(model.params, tokens[None])
     expected = DenseModel(config, model.params, 1).forward([tokens.tolist()], [[0]])
     np.testing.assert_allclose(logits[0], expected[0], **CLOSE)
 
@@ -232,6 +233,7 @@ def test_heads_that_do_not_divide_are_refused():
         fit(SPLITS, make_mesh(tensor=3))
 
 
+@pytest.mark.slow
 def test_half_precision_is_near():
     model = loaded(LATENT)
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), model.params)

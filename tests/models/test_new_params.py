@@ -53,6 +53,7 @@ MODELS = {
     "two by two devices": on_mesh(2, kv=2),
     "quantised on two devices": lambda p, config: on_mesh(2)(quantised_params(p), config),
 }
+HARDEST = "packed and quantised", "four devices, kv heads twice", "quantised on two devices"
 
 
 def given_in_each_way(params):
@@ -62,7 +63,7 @@ def given_in_each_way(params):
     yield jax.device_put(params, jax.devices()[5])
 
 
-@pytest.mark.parametrize("name", mostly_slow(MODELS, 7))
+@pytest.mark.parametrize("name", mostly_slow(dict.fromkeys([*HARDEST, *MODELS]), len(HARDEST)))
 @pytest.mark.parametrize("config", [SPLIT, dataclasses.replace(LATENT, num_layers=1)])
 def test_new_ones_are_as_those_of_a_model_made_of_them(name, config):
     if config.mla and name.startswith("four devices"):

@@ -20,6 +20,7 @@ from jaxshare.decoding.sampling import history_after
 from jaxshare.models import Generation
 from jaxshare.serving import Branch, generate
 from jaxshare.sharding import make_mesh
+from tests.helpers import mostly_slow
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FOLDER = Path(os.environ.get("JAXSHARE_SAMPLING_FIXTURES", FIXTURES / "sampling"))
@@ -54,7 +55,7 @@ def test_the_chances_are_those_of_transformers(name):
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FACTS["families"])
+@pytest.mark.parametrize("family", mostly_slow(FACTS["families"]))
 def test_greedy_texts_are_those_of_transformers(family, tmp_path):
     """Each under its own generation_config.json, all in one run."""
     tokens, samplers = [], []

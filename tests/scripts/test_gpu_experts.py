@@ -111,6 +111,7 @@ def test_published_sizes():
     assert stored / 2**30 == pytest.approx(12.8, rel=5e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(MODELS))
 def test_what_a_step_sends_and_keeps_on_eight_devices(name):
     """Compiled for eight virtual devices of the CPU, whose collectives are those of GPUs."""

@@ -351,6 +351,7 @@ def test_one_row(implementation, case):
     check(ONE_ROW, case, implementations=(implementation,))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.data())
 def test_blocks_of_one_row_each_that_fill_the_arena(data):

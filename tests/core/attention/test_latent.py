@@ -16,6 +16,9 @@ from jaxshare.attention.expansion import HeadMakers
 from jaxshare.pallas.device import H200, assume_device
 from tests.helpers import mostly_slow, pad_rows, rotated, softmax_attention
 
+planned = jax.jit(make_plan, static_argnums=3)
+
+
 ROTARY, LATENT, HEADS, SCALE = 8, 12, 5, 0.4
 ROPE = Rope.yarn(ROTARY, 10_000.0, 4.0, 64)
 CAPACITIES = (300, 130, 70, 40, 40, 0, 0)
@@ -171,6 +174,7 @@ def test_bfloat16(implementation):
     check([[1, 0], [2], [0, 2, 3]], [1, 2, 3], width=3)
 
 
+@pytest.mark.slow
 def test_rows_that_share_all_of_an_arena():
     """Where blocks fill an arena, xla reads it in one product."""
     latents = Latents(capacities=(512, 510, 1, 1))
@@ -245,7 +249,7 @@ def test_the_cpu_kernel_appends_the_same(dtype):
 @pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
 def test_backends_with_kernels_say_that_they_cannot(name):
     cache = Latents().cache
-    plan = make_plan(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)
+    plan = planned(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)
     q = jnp.ones((1, 1, HEADS, ROTARY + LATENT))
     with pytest.raises(NotImplementedError):
         BACKENDS[name](q, cache.keys[0], cache.values[0], plan, SCALE)
@@ -254,7 +258,7 @@ def test_backends_with_kernels_say_that_they_cannot(name):
 @pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
 def test_gpu_backends_name_the_latents_that_they_take(name):
     cache = Latents(jnp.bfloat16).cache
-    plan = make_plan(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)
+    plan = planned(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)
     q = jnp.ones((1, 1, HEADS, ROTARY + LATENT), jnp.bfloat16)
     why = "where values are a part of keys its head dims are 576 with 512 of values; this one is 20"
     with assume_device(H200), pytest.raises(NotImplementedError, match=why):
@@ -263,7 +267,7 @@ def test_gpu_backends_name_the_latents_that_they_take(name):
 
 def test_makers_that_do_not_fit_are_refused():
     cache = KVCache.create(Config(), (9,), jnp.float32)
-    plan = make_plan(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
+    plan = planned(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
     arenas, q = (cache.keys[0], cache.values[0]), jnp.ones((1, 1, HEADS, ROTARY + 3))
     fit = HeadMakers(jnp.ones((HEADS, 3, LATENT)), jnp.ones((HEADS, 2, LATENT)))
     assert block_attention(q, *arenas, plan, makers=fit, implementation="xla").shape[3] == 2
@@ -278,7 +282,7 @@ def test_makers_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("shape", [(1, 9, 12), (1, 8, 0), (2, 9, 0), (1, 9)])
 def test_values_of_another_shape_are_refused(shape):
     cache = KVCache.create(Config(), (9,), jnp.float32)
-    plan = make_plan(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
+    plan = planned(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
     q = jnp.ones((1, 1, HEADS, ROTARY + LATENT))
     with pytest.raises(ValueError, match="a last dim of 0"):
         block_attention(q, cache.keys[0], jnp.zeros(shape), plan)

@@ -1,7 +1,9 @@
 """Sliding windows, softcaps and sinks in block attention, against the oracle of test_attention.py."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -51,11 +53,12 @@ def test_tiles_outside_the_window_are_not_read():
     cache = dataclasses.replace(cache, lengths=jnp.asarray([4096, 4000, 20, 30]))
     layout = Layout.from_blocks([[0, 1, 2], [1, 0, 3]])
     count = jnp.ones(2, jnp.int32)
-    plan = make_plan(cache, layout, count, 1, window=256)
+    planned = jax.jit(make_plan, static_argnames=("width", "window"))
+    plan = planned(cache, layout, count, width=1, window=256)
     # Row 0 is at 8,116 and sees 235 tokens of block 1 from 3,765 on; row 1 is at 8,126, and sees 225
     # of block 0 from 3,871 on.
     assert int(plan.read_tokens) == (4000 - 3765) + (4096 - 3871) + 21 + 31
-    whole = make_plan(cache, layout, count, 1)
+    whole = planned(cache, layout, count, width=1)
     assert int(whole.read_tokens) == 4000 + 4096 + 21 + 31
     # of 64 tokens: 58 to 62 of block 1, 60 to 63 of block 0, and one of each own block
     assert int(plan.private.count) == 5 + 4 + 1 + 1 and int(plan.shared.count) == 0
@@ -67,12 +70,13 @@ def test_a_window_wider_than_the_text_changes_nothing():
     layout, count = Layout.from_blocks([[0, 1]]), jnp.asarray([4])
     new = [jnp.asarray(rng.normal(size=(1, 4, n, 16)), jnp.float32) for n in (4, 2, 2)]
 
-    def out(window: int) -> np.ndarray:
+    @functools.partial(jax.jit, static_argnames="window")
+    def attended(window: int) -> jax.Array:
         plan = make_plan(cache, layout, count, 4, window=window)
         filled = cache.append(0, *new[1:], plan)
-        return np.asarray(block_attention(new[0], filled.keys[0], filled.values[0], plan))
+        return block_attention(new[0], filled.keys[0], filled.values[0], plan)
 
-    np.testing.assert_allclose(out(1000), out(0), atol=1e-6)
+    np.testing.assert_allclose(attended(window=1000), attended(window=0), atol=1e-6)
 
 
 def test_shares_are_of_what_the_window_leaves():
@@ -92,10 +96,13 @@ def test_shares_are_of_what_the_window_leaves():
         k = keys[:, end - visible : end]
         return 3.0 * np.tanh(np.einsum("kgd,ksd->kgs", query.reshape(2, 2, 16), k) / 12.0)
 
-    for window, visible in ((5, [0, 4, 1]), (12, [1, 10, 1])):
+    @functools.partial(jax.jit, static_argnames="window")
+    def share_of(q, keys, window):
         plan = make_plan(cache, layout, jnp.asarray([1]), 1, window=window)
-        arguments = jnp.asarray(q[None, None], jnp.float32), jnp.asarray(keys, jnp.float32), plan
-        share = np.asarray(block_attention_share(*arguments, 0.25, softcap=3.0))[0, 0]
+        return block_attention_share(q, keys, plan, 0.25, softcap=3.0)
+
+    for window, visible in ((5, [0, 4, 1]), (12, [1, 10, 1])):
+        share = np.asarray(share_of(*map(jnp.float32, (q[None, None], keys)), window=window))[0, 0]
         sums = [np.exp(scores(*of)).sum(axis=-1).reshape(4) for of in enumerate(visible)]
         expected = np.stack(sums, axis=-1) / np.sum(sums, axis=0)[:, None]
         np.testing.assert_allclose(share, expected, atol=1e-5)

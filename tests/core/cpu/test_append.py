@@ -15,6 +15,9 @@ if not cpu.available():
 
 from jaxshare.cpu.append import cpu_append
 
+planned = jax.jit(make_plan, static_argnums=3)
+
+
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 """Absolute, for numbers of up to about 4."""
 
@@ -58,7 +61,7 @@ class Append:
             for _ in range(2)
         )
         counts = jnp.asarray(self.counts, jnp.int32)
-        plan = make_plan(cache, Layout.from_blocks([[0], [1], [2], [3]]), counts, self.width)
+        plan = planned(cache, Layout.from_blocks([[0], [1], [2], [3]]), counts, self.width)
         expected = [np.array(each[0], np.float64) for each in (cache.keys, cache.values)]
         for row, count in enumerate(self.counts):
             at = offsets[row] + self.lengths[row]
@@ -116,7 +119,7 @@ def test_what_is_not_finite_is_made_so(arena):
     )
     new = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 1e30, -1e30, 1, 0, -0.0], jnp.float32)
     new = jnp.broadcast_to(new, (1, 2, 1, 8))
-    plan = make_plan(cache, Layout.from_blocks([[0]]), jnp.asarray([2]), 2)
+    plan = planned(cache, Layout.from_blocks([[0]]), jnp.asarray([2]), 2)
     largest = float(jnp.finfo(arena).max)
     wide = min(largest, float(jnp.asarray(1e30, "bfloat16"))) if arena != "float32" else 1e30
     expected = [0, largest, -largest, wide, -wide, 1, 0, 0]
@@ -135,7 +138,7 @@ def test_the_arenas_are_written_in_place():
         phases=[0],
     )
     new = jnp.ones((1, 1, 2, 16))
-    plan = make_plan(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
+    plan = planned(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
     arguments = cache.keys[0], cache.values[0], new, new, plan
     text = appended.lower(*arguments).compile().as_text()
     assert "input_output_alias={ {0}" in text and " copy(" not in text

@@ -1,6 +1,7 @@
 """How kernels of the CPU are made, chosen and called."""
 
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ if not cpu.available():
 from jaxshare.cpu import compiled, runtime
 from jaxshare.cpu.ir import I64, Machine
 from jaxshare.cpu.matrices.call import cpu_products
+from tests.helpers import mostly_slow
 
 
 @pytest.fixture(autouse=True)
@@ -198,8 +200,22 @@ _WITHOUT = {
 }
 
 
-@pytest.mark.parametrize("lacks", _WITHOUT)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("lacks", "dtype"),
+    mostly_slow(
+        # What converts the most; then all others.
+        dict.fromkeys(
+            [
+                ("AVX2", "bfloat16"),
+                ("no bfloat16", "float16"),
+                ("all that this one has", "bfloat16"),
+                *itertools.product(_WITHOUT, ("float32", "bfloat16", "float16")),
+            ]
+        ),
+        3,
+        several=True,
+    ),
+)
 def test_kernels_for_lesser_machines_call_nothing_that_is_not_there(monkeypatch, lacks, dtype):
     """A conversion without an instruction becomes a call, which is of no use where it is missing."""
     from jaxshare.cpu.append import _write as write_append

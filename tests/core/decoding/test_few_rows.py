@@ -11,7 +11,8 @@ from tests.core.decoding.test_sessions import PIECES, SAMPLED, Part, alone, run,
 SOON = 7
 
 
-@pytest.mark.parametrize("pieces", [pytest.param(PIECES, marks=pytest.mark.slow), None])
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [PIECES, None])
 def test_the_first_rows_write_what_they_write_alone_while_the_others_wait(pieces):
     """A session of two rows and one row by itself; a row after them is in use, too."""
     parts = [Part(0, 2), Part(1, 1), Part(3, 1)]

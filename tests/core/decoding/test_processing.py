@@ -120,6 +120,7 @@ def test_rows_have_the_texts_of_runs_with_fewer_processors():
     assert whole_run().outputs()[0] == one.outputs()[0] != alone.outputs()[0]
 
 
+@pytest.mark.slow
 def test_rows_take_their_processors_into_another_state_and_back():
     """With those of its own rows, in another order and of other parameters."""
     expected, last = whole_run().outputs(), np.asarray([2, 3])
@@ -155,6 +156,7 @@ def test_rows_take_their_processors_into_another_state_and_back():
     assert put.processing.used.tolist() == [False, True, True, True]
 
 
+@pytest.mark.slow
 def test_rows_without_processors_go_where_there_are_some_and_the_other_way():
     expected = run(state_of([Sampler(), SAMPLERS[1]], logprobs=False)).outputs()[1]
     plain = take_rows(

@@ -22,6 +22,7 @@ from jaxshare import Sampler, Samplers, cpu
 from jaxshare.decoding import truncation
 from jaxshare.decoding.truncation import truncation_bounds
 from jaxshare.sharding import make_mesh
+from tests.helpers import mostly_slow
 
 SLACK = 4e-6
 """As a share of the whole mass."""
@@ -50,7 +51,7 @@ def _by_xla(bits: int) -> Callable:
 
 
 BY = {"kernel": jax.jit(truncation_bounds), "2 bits": _by_xla(2), "4 bits": _by_xla(4)}
-ways = pytest.mark.parametrize("way", BY)
+ways = pytest.mark.parametrize("way", mostly_slow(["kernel", "4 bits", "2 bits"], 2))
 
 
 def found_by(way: str, logits, top_k=0, top_p=1.0, min_p=0.0, typical_p=None) -> np.ndarray:
@@ -137,7 +138,7 @@ def test_the_kept_are_those_of_a_sort(way, seed, deviation, top_k, top_p, min_p,
 
 
 @ways
-@pytest.mark.parametrize("vocab", [1, 2, 255, 256, 257, 769])
+@pytest.mark.parametrize("vocab", mostly_slow([1, 257, 769, 2, 255, 256], 3))
 def test_vocabularies(way, vocab):
     for deviation in (0.0, 1.0, 10.0):
         check(way, normal(vocab, deviation), top_k=K, top_p=P)
@@ -156,7 +157,7 @@ def test_vocabularies_of_the_kernel(vocab):
 
 
 @ways
-@pytest.mark.parametrize("deviation", [0.1, 3.0])
+@pytest.mark.parametrize("deviation", mostly_slow([0.1, 3.0]))
 def test_sums_over_a_large_vocabulary(way, deviation):
     """Where thousands of tokens are near the threshold, sums must be right to `SLACK`."""
     logits = normal(40_000, deviation)

@@ -181,7 +181,7 @@ print(len(traces), len(re.findall(rf"custom_call @\\S*{re.escape(TARGETS[backend
 
 
 @pytest.mark.parametrize("layers", mostly_slow((3, 5)))
-@pytest.mark.parametrize("backend", TARGETS)
+@pytest.mark.parametrize("backend", mostly_slow(TARGETS))
 def test_kernels_are_lowered_once_for_all_layers_and_nothing_is_traced_again(backend, layers):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ONCE, backend, str(layers)],

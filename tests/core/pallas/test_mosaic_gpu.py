@@ -117,6 +117,7 @@ def test_sinks():
     check(shape, case([[0, 2], [], [1, 3]], [1, 0, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
 
 
+@pytest.mark.slow
 def test_softcaps():
     """The scores reach half of the cap; sinks are not capped."""
     shape = dataclasses.replace(DECODE, scoring=Scoring(softcap=8.0, sinks=(9.0, 0.0, 1.0, -1.0)))
@@ -189,6 +190,7 @@ def test_windows_of_pending_tokens():
     check(shape, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
 
 
+@pytest.mark.slow
 def test_log_sum_exps_for_other_devices(monkeypatch):
     """The inputs of merging over devices, where tokens are sharded.
 

@@ -113,7 +113,7 @@ def test_sinks():
     check(shape, case([[0, 3, 1], [], [2]], [1, 0, 1], [0, 129, 0, 64, 1, 0], gaps=[1] * 6))
 
 
-@pytest.mark.parametrize("softcap", [1.5, 50.0])
+@pytest.mark.parametrize("softcap", mostly_slow([1.5, 50.0]))
 def test_softcaps(softcap):
     """Scores far above the cap, and far below."""
     shape = dataclasses.replace(WIDE, scoring=Scoring(softcap=softcap))

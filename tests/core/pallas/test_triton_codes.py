@@ -29,9 +29,13 @@ def filled(format: str, dim: int) -> tuple[KVCache, jax.Array]:
     cache, rng = KVCache.create(config, [180, 70], approximate=format), np.random.default_rng(0)
     layout, count = Layout.from_blocks([[0], [1]]), jnp.asarray([150, 40], jnp.int32)
     k, v = (jnp.asarray(rng.normal(size=(2, 150, KV_HEADS, dim)), jnp.bfloat16) for _ in "kv")
-    plan = make_plan(cache, layout, count, 150)
-    cache = cache.append(0, k, v, plan).advance(plan)
-    return cache, jnp.asarray(rng.normal(size=(2, 5, HEADS, dim)), jnp.bfloat16)
+
+    @jax.jit
+    def written(cache):
+        plan = make_plan(cache, layout, count, 150)
+        return cache.append(0, k, v, plan).advance(plan)
+
+    return written(cache), jnp.asarray(rng.normal(size=(2, 5, HEADS, dim)), jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -40,11 +44,17 @@ def filled(format: str, dim: int) -> tuple[KVCache, jax.Array]:
 def test_attention_is_that_over_the_numbers_of_the_codes(format, dim):
     cache, q = filled(format, dim)
     rows, count = [[1, 0], [0, 1]], [5, 5]
-    plan = make_plan(cache, Layout.from_blocks(rows), jnp.asarray(count, jnp.int32), 5)
-    cache = cache.append(0, q[..., ::2, :], q[..., 1::2, :], plan)
+
+    @jax.jit
+    def attended(cache, q):
+        plan = make_plan(cache, Layout.from_blocks(rows), jnp.asarray(count, jnp.int32), 5)
+        cache = cache.append(0, q[..., ::2, :], q[..., 1::2, :], plan)
+        arenas = cache.keys[0], cache.values[0]
+        return block_attention(q, *arenas, plan, implementation="triton"), cache.advance(plan)
+
     with assume_device(INTERPRETED):
-        out = block_attention(q, cache.keys[0], cache.values[0], plan, implementation="triton")
-    expected = attention_in_numpy(cache.advance(plan), rows, count, q)
+        out, cache = attended(cache, q)
+    expected = attention_in_numpy(cache, rows, count, q)
     np.testing.assert_allclose(
         np.asarray(out).astype(np.float64), expected, atol=TOLERANCE[jnp.bfloat16]
     )

@@ -199,7 +199,10 @@ def test_every_token_of_every_query_is_read_once(name, data):
     assert {key: sorted(read) for key, read in found.items() if read} == expected
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(dict.fromkeys(["many rows", "prompt", "window of a prompt", *SHAPES]), 3),
+)
 @settings(max_examples=15)
 @given(st.data())
 def test_items_are_of_one_size_and_follow_each_other(name, data):

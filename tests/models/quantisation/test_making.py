@@ -1,5 +1,6 @@
 """Models that are quantised here: what is written, what it costs, and what is refused."""
 
+import functools
 import json
 import math
 import shutil
@@ -220,12 +221,17 @@ def test_zero_and_tiny_groups_have_scales_that_are_not_zero():
         assert np.isfinite(found.dequantised()).all() and not found.dequantised()[0].any()
 
 
+def causal_logits(model, tokens) -> np.ndarray:
+    run = jax.jit(functools.partial(Decoder(model.config).apply, method="causal"))
+    return np.asarray(run(model.params, tokens))
+
+
 def test_a_text_makes_the_error_smaller_where_channels_are_large(source, text, tmp_path, capsys):
     plain = load(source)
     tokens = np.random.default_rng(2).integers(3, 402, (2, 64))
 
     def logits(model):
-        return np.asarray(Decoder(model.config).apply(model.params, tokens, method="causal"))
+        return causal_logits(model, tokens)
 
     errors = {}
     for name, more in (("blind", []), ("seen", ["--text", text])):
@@ -247,7 +253,7 @@ def test_the_perplexity_is_that_of_the_models_that_are_written(source, text, tmp
     rows = np.stack([held[start : start + 256] for start in starts])
     for folder, name in ((source, "before"), (tmp_path / "new", "after")):
         model = load(folder)
-        logits = Decoder(model.config).apply(model.params, rows, method="causal")
+        logits = causal_logits(model, rows)
         chances = np.asarray(jax.nn.log_softmax(logits))[:, :-1]
         loss = -np.take_along_axis(chances, rows[:, 1:, None], axis=-1).mean()
         assert found["perplexity"][name] == pytest.approx(math.exp(loss), rel=1e-4)

@@ -210,6 +210,7 @@ with Journal.open(sys.argv[1]) as journal:
 """
 
 
+@pytest.mark.slow
 def test_another_version_is_refused_in_another_process_and_the_same_one_is_not(tmp_path):
     """Sets have another order in each process, and a child's source is a part of the program."""
 

@@ -181,6 +181,7 @@ def test_samples_are_the_same_shared_or_not_and_for_any_n():
     assert len({tuple(tokens) for tokens in shared}) > 1
 
 
+@pytest.mark.slow
 def test_a_branch_with_a_sampler_of_its_own_is_sampled_as_in_a_call_with_it():
     """Beside others in the same passes; a node's is that of its descendants, too."""
     biased = Sampler(temperature=0.7, top_k=5, bias={n: 3.0 for n in range(20, 26)})
@@ -397,6 +398,7 @@ def test_a_completion_says_why_it_ended_and_how_long_its_prompt_is():
             assert completion.reason == ("stop" if stopped else "budget")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", mostly_slow([True, False]))
 @pytest.mark.parametrize("max_rows", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_waves_give_what_all_rows_at_once_give(max_rows, stops):

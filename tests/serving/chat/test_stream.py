@@ -287,6 +287,7 @@ def test_a_finished_stream_takes_no_more():
         stream.feed("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("start", ["", *(text[:30] for text in TWO.values()), '{"name": "'])
 def test_a_long_answer_takes_no_time(format, start):

@@ -1,8 +1,10 @@
 """`jaxshare score`: what it prints, and one clear sentence for each mistake."""
 
+import functools
 import io
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -29,12 +31,18 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@functools.cache
+def causal():
+    return jax.jit(functools.partial(one_layer().module.apply, method="causal"))
+
+
 def expected(prefix: str, candidate: str) -> list[float]:
     """The log-probabilities of a candidate's tokens by plain attention over the whole text."""
     model = one_layer()
     tokens, start = model.tokenizer.encode(prefix + candidate), len(model.tokenizer.encode(prefix))
-    logits = model.module.apply(model.params, np.asarray([tokens]), method="causal")
-    wide = np.asarray(logits, np.float64)[0]
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, : len(tokens)] = tokens
+    wide = np.asarray(causal()(model.params, padded), np.float64)[0]
     return [
         wide[i - 1, tokens[i]] - np.log(np.exp(wide[i - 1]).sum())
         for i in range(max(1, start), len(tokens))

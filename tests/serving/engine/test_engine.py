@@ -34,7 +34,7 @@ from jaxshare.serving.kvcache import manager
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.kvcache.speeds import FixedSpeeds
 from jaxshare.serving.logits_cache.cache import LogitsCache
-from tests.helpers import TINY, init
+from tests.helpers import TINY, init, mostly_slow
 from tests.serving.engine.stepped import small_pieces, use_always
 
 __all__ = ["small_pieces"]  # the fixture
@@ -409,25 +409,27 @@ def test_agents_are_served_in_turn():
     engine.settle()
 
 
-def test_a_replay_gives_what_fresh_sampling_would():
+@pytest.mark.parametrize(
+    ("tokens", "kept"), mostly_slow([(256, SHORT), (1024, LONG)], several=True)
+)
+def test_a_replay_gives_what_fresh_sampling_would(tokens, kept):
     prompt = [5, 6, 7, 8, 9] * 6
     # The first number of seed 24 is 1.6e-7 from the edge of two tokens of this prompt, which is
     # less than what two programs' roundings of its logits differ by. All others are 4e-5 or more away.
     seeds = [seed for seed in range(26) if seed != 24]
-    for tokens, kept in ((1024, LONG), (256, SHORT)):
-        engine, replayed = Stepped(tokens, **{**kept, "logits_cache": 10**7}), 0
-        for seed in seeds:
-            streams = [
-                engine.submit(prompt, WARM, max_new_tokens=40, seed=seed, resample=how)
-                for how in ("stepwise", None)
-            ]
-            engine.settle()
-            again, fresh = map(done, streams)
-            assert (again.tokens, again.finish_reason) == (fresh.tokens, fresh.finish_reason)
-            replayed += again.replayed_tokens
-        assert replayed > 25
-        assert metric(engine, "jaxshare_tokens_total", how="replayed") == replayed
-        check_memory(engine)
+    engine, replayed = Stepped(tokens, **{**kept, "logits_cache": 10**7}), 0
+    for seed in seeds:
+        streams = [
+            engine.submit(prompt, WARM, max_new_tokens=40, seed=seed, resample=how)
+            for how in ("stepwise", None)
+        ]
+        engine.settle()
+        again, fresh = map(done, streams)
+        assert (again.tokens, again.finish_reason) == (fresh.tokens, fresh.finish_reason)
+        replayed += again.replayed_tokens
+    assert replayed > 25
+    assert metric(engine, "jaxshare_tokens_total", how="replayed") == replayed
+    check_memory(engine)
 
 
 def test_after_a_replay_one_token_is_computed_and_nothing_is_read_in_again():

@@ -73,6 +73,7 @@ def test_a_token_takes_the_room_of_its_latents():
     assert token_bytes(two_layers()) == 2 * TOKEN_BYTES
 
 
+@pytest.mark.slow
 def test_latents_go_to_host_memory_and_into_saves_and_come_back(tmp_path):
     with engine_of(96, 512) as before, engine_of(96, 512) as after:
         completions = [found for prompt in PROMPTS for found in asked(before, [prompt])]

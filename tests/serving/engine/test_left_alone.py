@@ -48,6 +48,7 @@ def left_alone(engine: Stepped) -> float:
     return metric(engine, "jaxshare_logits_lookups_total", found="none wanted")
 
 
+@pytest.mark.slow
 def test_where_outputs_part_at_once_nothing_is_ever_kept(engine):
     cached, fresh = (asked(engine, HOT, how) for how in ("stepwise", None))
     assert cached == fresh

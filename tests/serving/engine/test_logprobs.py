@@ -10,6 +10,7 @@ from jaxshare import FinishReason, Sampler, models
 from jaxshare.serving import Branch, generate
 from jaxshare.serving.cli.main import main as jaxshare
 from jaxshare.serving.engine import Engine
+from tests.helpers import mostly_slow
 from tests.serving.engine.test_engine import (
     MODEL,
     ROWS,
@@ -91,7 +92,7 @@ AS_DRAWN = {
 }
 
 
-@pytest.mark.parametrize("on_engine", [False, True])
+@pytest.mark.parametrize("on_engine", mostly_slow([True, False]))
 def test_processed_ones_are_of_the_chances_that_tokens_are_drawn_with(on_engine):
     """Beside raw ones, which stay what they are."""
     count = 7
@@ -122,9 +123,10 @@ def test_processed_ones_are_of_the_chances_that_tokens_are_drawn_with(on_engine)
             assert [value for _, value in top] == pytest.approx(expected[likeliest], abs=1e-5)
 
 
-def test_what_comes_in_a_stream_is_what_the_completion_has(speaking):  # noqa: F811
+@pytest.mark.parametrize("kind", mostly_slow(["processed", True, False]))
+def test_what_comes_in_a_stream_is_what_the_completion_has(speaking, kind):  # noqa: F811
     """With a stop text and a stop token, too; a stop token is in no chunk."""
-    prompt, kinds = "1. 47 + 38", (False, True, "processed")
+    prompt = "1. 47 + 38"
     with engine_of(speaking, passes=3) as engine:
 
         def ask(kind=True, count=0, **more):
@@ -135,7 +137,7 @@ def test_what_comes_in_a_stream_is_what_the_completion_has(speaking):  # noqa: F
 
         whole = ask()[1]
         ends = {"stop": whole.text[17:20]}
-        for kind, count, end in itertools.product(kinds, (0, 2), ({}, ends)):
+        for count, end in itertools.product((0, 2), ({}, ends)):
             for include_stop in (False, True) if end else (False,):
                 chunks, completion = ask(kind, count, include_stop=include_stop, **end)
                 assert (
@@ -173,6 +175,7 @@ def test_chunks_that_do_not_come_in_time():
     assert joined([*stream.chunks(0.01)], "tokens") == done(stream).tokens
 
 
+@pytest.mark.slow
 def test_beside_a_logits_cache_as_many_as_it_keeps():
     sizes = dict(max_rows=ROWS, logits_cache=10**5, kept_logits=8)
     with Engine(MODEL, resample_always=True, **sizes) as engine:

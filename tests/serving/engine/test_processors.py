@@ -11,7 +11,7 @@ from jaxshare import FinishReason, Sampler, register_logits_processor
 from jaxshare.decoding import loop
 from jaxshare.serving import Branch, Workers, generate
 from jaxshare.serving.engine import Engine, EngineError
-from tests.helpers import one_layer
+from tests.helpers import mostly_slow, one_layer
 from tests.serving.engine.test_engine import MODEL, ROWS, STOP, WARM, Stepped, alone, done
 from tests.serving.engine.test_sampling_params import PROMPT, VOCAB, logits_after
 
@@ -89,7 +89,9 @@ def engine():
         yield engine
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(dict.fromkeys(["two", "after other settings", *SETTINGS]), 2)
+)
 def test_they_do_what_the_function_does_on_the_host(engine, name):
     """Beside requests without any, whose texts are what they always are."""
     params = SETTINGS[name]

@@ -102,9 +102,8 @@ def test_texts_are_those_of_each_alone_in_hundreds_of_schedules(first):
     assert len(happened) == KINDS_OF_EVENTS, happened
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(1000, 1001), pytest.param(range(1001, 1022), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(1000, 1001), range(1001, 1022)])
 def test_texts_are_those_of_each_alone_in_threads(seeds):
     for seed in seeds:
         run(seed, mixed_schedules.play_in_threads)

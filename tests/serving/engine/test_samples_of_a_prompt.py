@@ -243,6 +243,7 @@ def test_what_cannot_obey_a_field_refuses_it_by_name(engine):
         generate(MODEL, [Branch(PROMPT, sampler=Sampler(max_tokens=10**6))])
 
 
+@pytest.mark.slow
 def test_a_session_draws_with_the_seed_of_its_sampler():
     def texts(sampler, **more):
         with Workers(one_layer(), "1. 47 + 38", sampler=sampler, budget=12, **more) as session:

@@ -16,7 +16,7 @@ from jaxshare import FinishReason, Sampler, SamplingParams
 from jaxshare.models import Generation
 from jaxshare.serving import Branch, Workers, generate
 from jaxshare.serving.engine import Engine
-from tests.helpers import one_layer
+from tests.helpers import mostly_slow, one_layer
 from tests.serving.engine.test_engine import (
     CONFIG,
     LONGEST,
@@ -118,7 +118,9 @@ def engine():
         yield engine
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(dict.fromkeys(["all", "sequences", "min_tokens of stops", *SETTINGS]), 3)
+)
 def test_each_setting_does_what_its_definition_says(engine, name):
     """Beside requests without any, whose texts are what they always are."""
     params = SETTINGS[name]
@@ -192,13 +194,13 @@ def test_what_no_request_uses_takes_no_place():
         assert sizes == {(ROWS, 0), (ROWS,)} and not state.samplers.words.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [
         Sampler(repetition_penalty=1.3, temperature=0.7),
-        pytest.param(Sampler(0.7, no_repeat_ngram_size=2), marks=pytest.mark.slow),
-        # and what is written without
-        pytest.param(Sampler(0.7, bad_words=((3, 4),)), marks=pytest.mark.slow),
+        Sampler(0.7, no_repeat_ngram_size=2),
+        Sampler(0.7, bad_words=((3, 4),)),  # and what is written without
     ],
 )
 def test_workers_write_under_penalties_what_they_write_on_an_engine(params):

@@ -350,6 +350,7 @@ def stand_in(monkeypatch) -> dict[str, Any]:
     return registered
 
 
+@pytest.mark.slow
 def test_the_model_answers_instances_of_requests(stand_in):
     module = importlib.import_module("jaxshare.serving.evaluation.lm_eval.model")
     model = module.JaxshareLM(harness().texts.model, batch_size=1, device="cuda:0", max_rows=4)

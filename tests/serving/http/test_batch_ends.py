@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.helpers import mostly_slow
 from tests.serving.http.served import ScriptedEngine, until
 from tests.serving.http.test_batches import answers_of, ended, line, opened, slow_engine, start
 
@@ -12,7 +13,7 @@ class _KillError(BaseException):
     """Ends a batch as a kill would: no handler of the server sees it."""
 
 
-@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("is_done", mostly_slow([False, True]))
 @pytest.mark.parametrize("step", range(6))
 def test_no_answer_is_lost_where_a_batch_is_killed(tmp_path, monkeypatch, step, is_done):
     replace, calls = os.replace, []

@@ -376,9 +376,8 @@ with Engine(one_layer(), max_rows=4, max_queue=64, passes=4) as engine:
 """
 
 
-@pytest.mark.parametrize(
-    "moments", [(10,), pytest.param((4, 15, 30), marks=pytest.mark.slow)], ids=["once", "often"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [(10,), (4, 15, 30)], ids=["once", "often"])
 def test_a_batch_survives_kills_with_each_line_answered_once(tmp_path, moments):
     lines = [line(f"a{i}", f"{i % 7}. 3 + 4", max_tokens=12, seed=None) for i in range(40)]
 

@@ -17,7 +17,7 @@ from jaxshare.serving import score
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.http import sse
 from jaxshare.serving.inputs import encode_messages
-from tests.helpers import one_layer
+from tests.helpers import mostly_slow, one_layer
 from tests.serving.http.served import ScriptedEngine, served, sse_events, until
 
 COMPLETIONS = "/v1/completions"
@@ -239,7 +239,9 @@ def test_the_description_of_the_interface_has_all_of_it(live):
     assert all("422" not in one["responses"] for path in paths.values() for one in path.values())
 
 
-@pytest.mark.parametrize("sent", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGTERM] * 2])
+@pytest.mark.parametrize(
+    "sent", mostly_slow([[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT]], 2)
+)
 def test_the_command_serves_and_ends_on_signals(sent, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# of this test\nright\n")

@@ -115,6 +115,7 @@ def outputs(engine: Engine) -> list[tuple[int, ...]]:
     return [tuple(stream.wait().tokens) for stream in streams]
 
 
+@pytest.mark.slow
 def test_branches_run_and_leave_their_memory_in_order():
     more = {"n": 2, "max_new_tokens": 6, "seed": 1}
     found = [generate(model(), PROMPTS, **more).completions for _ in range(2)]

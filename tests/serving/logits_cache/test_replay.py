@@ -277,6 +277,7 @@ def markov() -> np.ndarray:
     return (np.random.default_rng(8).normal(size=(VOCAB, VOCAB)) * 1.2).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler",
     mostly_slow(

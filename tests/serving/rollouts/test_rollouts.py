@@ -135,6 +135,7 @@ def test_forks_of_a_tree(embedded, engine):
     check(batch, embedded)
 
 
+@pytest.mark.slow
 def test_what_was_preempted(embedded):
     """With memory for few, so that rows are preempted by others of a higher priority."""
     with Engine(embedded, max_rows=2, passes=4) as engine:
@@ -149,6 +150,7 @@ def test_what_was_preempted(embedded):
     check(batch, embedded)
 
 
+@pytest.mark.slow
 def test_in_bfloat16_they_are_as_near_as_the_training_pass_is(embedded):
     """Both against the same weights in float32: what is rounded between is the dtype's."""
     half = models.load(EMBEDDED, dtype="bfloat16")
@@ -256,6 +258,7 @@ def test_arguments_that_are_refused(embedded, engine):
         engine.submit(QUESTIONS[0], logprobs="both", top_logprobs=2)
 
 
+@pytest.mark.slow
 def test_data_groups_have_the_weights_and_share_the_prompts():
     """Each group's engine on its own devices; the samples are those of one engine."""
     model = one_layer()

@@ -284,6 +284,7 @@ def test_keys_and_values_are_computed_again_on_a_mesh(tmp_path, whole, mesh):
     assert run(Workers.restore(model(), tmp_path / "many")) == whole["written"]
 
 
+@pytest.mark.slow
 def test_run_can_save_without_keys_and_values_on_the_way(tmp_path, whole):
     session = start(record=True)
     session.run([AT, BUDGET], save_to=tmp_path, save_every=16, save_cache=False)

@@ -226,6 +226,7 @@ INVALID = [
 ]
 
 
+@pytest.mark.slow
 def test_boxes_that_are_no_answers_change_nothing():
     """Against a session that looks for no answers at all."""
     deaf, workers = session(stop_on="never"), session()
