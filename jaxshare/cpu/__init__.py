@@ -127,6 +127,8 @@ def append_tokens(
 
         if isinstance(keys, QuantisedTensor):
             return cpu_append_codes(keys, values, k, v, plan)
+        if isinstance(values, QuantisedTensor):
+            raise NotImplementedError("values are quantised, and keys are not")
         return cpu_append(keys, values, k, v, plan)
 
     return _served(implementation, append)

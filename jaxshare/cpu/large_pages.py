@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 import jax
+from jax.core import Tracer
 
 _PAGE = 2**21
 _ADVISE, _COLLAPSE = 14, 25
@@ -28,7 +29,7 @@ def use_large_pages(arrays: Iterable[jax.Array]) -> int:
         return 0
     total = 0
     for array in arrays:
-        if isinstance(array, jax.core.Tracer) or array.nbytes < _PAGE:
+        if isinstance(array, Tracer) or array.nbytes < _PAGE:
             continue
         for shard in array.addressable_shards:
             if shard.device.platform == "cpu":
