@@ -24,6 +24,7 @@ from jaxtyping import Float32
 
 from jaxshare import compile_cache
 from jaxshare.cache import KVCache
+from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.deprecated import renamed
 from jaxshare.layout import Layout
 from jaxshare.models import layers, orbax_io
@@ -255,15 +256,15 @@ def load(
     target_dtype = None if dtype is None else _dtype(dtype)
     check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
     source = opened(find(path, revision, FILES))
-    config = source.config
-    fitted = config if mesh is None else fit(config, mesh)
+    fitted = source.config if mesh is None else fit(source.config, mesh)
     read, dtypes = _reader(source, fitted, mesh, check)
     generation, tokenizer = _generation(source), _tokenizer(source)
     if target_dtype is None:
         target_dtype = _checkpoint_dtype(source.settings, dtypes)
     params = read(target_dtype)
     if mesh is None and jax.default_backend() == "gpu":
-        params = pack(params, config)
+        params = pack(params, source.config)
+    use_large_pages(jax.tree.leaves(params))
     return LoadedModel(
         fitted,
         params,
@@ -271,7 +272,7 @@ def load(
         generation,
         _workers(source.place),
         mesh,
-        fitted.num_kv_heads // config.num_kv_heads,
+        fitted.num_kv_heads // source.config.num_kv_heads,
         os.fspath(path),
         approximate_kv,
     )

@@ -11,6 +11,7 @@ from jax import Array
 from jax.sharding import Sharding
 
 from jaxshare.argument_checks import shown
+from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.models.loading import LoadedModel
 from jaxshare.models.packed import GATE_UP, QKV, kv_modules, part_sizes, unpack
 from jaxshare.models.safetensors_io import largest, nested
@@ -152,6 +153,7 @@ class ParamsForm:
           copy: False takes arrays that have the form already as they are.
         """
         whole = {path: self._whole(path, values, copy) for path, values in found.items()}
+        use_large_pages(jax.tree.leaves(whole))
         return jax.block_until_ready({"params": nested(whole)})
 
     def _whole(self, path: ParamPath, values: Sequence[Any], copy: bool) -> Any:

@@ -119,13 +119,16 @@ def rms_norm(x: Array, scale: Array, eps: float, implementation: Implementation)
 def append_tokens(
     keys: Arena, values: Arena, k: Array, v: Array, plan: Any, implementation: Implementation
 ) -> tuple[Arena, Arena] | None:
-    """Appends as `cpu_append` does."""
+    """Appends as `cpu_append` and `cpu_append_codes` do."""
 
     def append() -> tuple[Arena, Arena]:
         from jaxshare.cpu.append import cpu_append
+        from jaxshare.cpu.append_codes import cpu_append_codes
 
-        if isinstance(keys, QuantisedTensor) or isinstance(values, QuantisedTensor):
-            raise NotImplementedError("keys are quantised")
+        if isinstance(keys, QuantisedTensor):
+            return cpu_append_codes(keys, values, k, v, plan)
+        if isinstance(values, QuantisedTensor):
+            raise NotImplementedError("values are quantised, and keys are not")
         return cpu_append(keys, values, k, v, plan)
 
     return _served(implementation, append)

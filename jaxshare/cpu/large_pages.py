@@ -1,4 +1,4 @@
-"""Large pages for arrays that are read from end to end, such as arenas.
+"""Large pages for arrays that are read from end to end: arenas and weights.
 
 A processor fetches ahead by itself as far as a page reaches, and looks up every page anew. From
 pages of 4 KiB it reads a third less a second than from those of 2 MiB, which XLA does not ask for.
@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Iterable
 
 import jax
+from jax.core import Tracer
 
 _PAGE = 2**21
-_LEAST = 2**24
-"""Bytes of an array that is worth it."""
 _ADVISE, _COLLAPSE = 14, 25
 """MADV_HUGEPAGE, and MADV_COLLAPSE, which exchanges the pages at once (Linux 6.1)."""
 
@@ -30,7 +29,7 @@ def use_large_pages(arrays: Iterable[jax.Array]) -> int:
         return 0
     total = 0
     for array in arrays:
-        if isinstance(array, jax.core.Tracer) or array.nbytes < _LEAST:
+        if isinstance(array, Tracer) or array.nbytes < _PAGE:
             continue
         for shard in array.addressable_shards:
             if shard.device.platform == "cpu":

@@ -199,7 +199,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser = Parser(prog="scripts.bench.approximate", description=__doc__.splitlines()[0])
     parser.add_argument("--parts", metavar="NAME,NAME", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--model", metavar="MODEL", help="whose perplexity is measured")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="its last 5% is scored")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="its last 5 per cent is scored")
     parser.add_argument("--tokens", type=int, default=32768, help="the most (default 32768)")
     parser.add_argument("--rows", type=int, default=64, help="of a step (default 64)")
     parser.add_argument("--prompts", metavar="N,N", default="512,2048", help="(default 512,2048)")

@@ -56,20 +56,20 @@ class RolloutBatch:
         cls, completions: Sequence[Completion], prompts: Sequence[int], length: int, pad_token: int
     ) -> "RolloutBatch":
         """Rows of `length` places for these samples, in which nothing is filled in yet."""
-        shape = len(completions), length
-        per_row = np.zeros((3, len(completions)), np.int32)
+        shape, count = (len(completions), length), len(completions)
         return cls(
-            np.full(shape, pad_token, np.int32),
-            np.zeros(shape, bool),
-            np.zeros(shape, bool),
-            np.zeros(shape, np.float32),
-            np.zeros(shape, np.float32),
-            np.full(shape, NO_VERSION, np.int32),
-            np.asarray([each.finish_reason for each in completions], np.int32),
-            *per_row[:2],
-            np.asarray(prompts, np.int32),
-            per_row[2],
-            tuple(completions),
+            tokens=np.full(shape, pad_token, np.int32),
+            prompt_mask=np.zeros(shape, bool),
+            completion_mask=np.zeros(shape, bool),
+            logprobs=np.zeros(shape, np.float32),
+            processed_logprobs=np.zeros(shape, np.float32),
+            versions=np.full(shape, NO_VERSION, np.int32),
+            finish_reasons=np.asarray([each.finish_reason for each in completions], np.int32),
+            prompt_lengths=np.zeros(count, np.int32),
+            completion_lengths=np.zeros(count, np.int32),
+            prompts=np.asarray(prompts, np.int32),
+            indices=np.zeros(count, np.int32),
+            completions=tuple(completions),
         )
 
     @property

@@ -70,8 +70,8 @@ def log_decisions(scheduler: Scheduler) -> list[dict[str, Any]]:
     watch(scheduler.output, "finish", lambda request, reason, *_: [request.number, str(reason)])
     step = scheduler.step
 
-    def logged(admit: bool = True) -> bool:
-        busy = step(admit)
+    def logged(admit: bool = True, only_begun: bool = False) -> bool:
+        busy = step(admit, only_begun)
         if entry:
             log.append({**entry, "free": scheduler.kv.pool.free, "busy": busy})
         entry.clear()

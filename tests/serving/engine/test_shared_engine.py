@@ -185,7 +185,7 @@ def test_a_process_in_another_state_is_told(monkeypatch):
 
 
 def test_a_failed_step_ends_the_engine_in_both(monkeypatch):
-    def fail(admit: bool = True) -> bool:
+    def fail(admit: bool = True, only_begun: bool = False) -> bool:
         raise RuntimeError("no memory")
 
     def program(engine: Engine, process: int) -> str:
