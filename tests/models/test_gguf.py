@@ -191,6 +191,7 @@ def with_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_int32("general.sampling.top_k", 20)
 
 
+@pytest.mark.slow
 def test_the_command_line_answers_from_one_file(tmp_path, capsys):
     file = gguf_files.write(models.EMBEDDED, tmp_path / "model.gguf", more=with_tokenizer)
     model = models.load(file)

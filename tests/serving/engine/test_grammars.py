@@ -209,6 +209,7 @@ def test_a_text_ends_by_length_in_the_middle_of_forced_tokens_and_says_so(engine
     assert whole.finish_reason is FinishReason.STOP
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_trees_and_lines_take_grammars():
     found = generate(MODEL, [PROMPT], n=6, sampler=sampler(WORDS), seed=1)
     assert {each.text for each in found.completions} <= {*json.loads(WORDS.source)}

@@ -154,6 +154,7 @@ def test_a_preempted_request_goes_on_with_its_text():
     assert list(outputs[0].tokens) == greedy(PROMPT, params, 40)[0]
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10**6))
 def test_same_seed_same_text_whatever_runs_beside_it(seed):

@@ -200,6 +200,7 @@ def nested_texts() -> list[list[int]]:
     return [*texts, texts[3], texts[5][:9]]
 
 
+@pytest.mark.slow
 def test_any_tree_of_texts(fed):
     model, texts = tiny(), nested_texts()
     scores = [found for (found,) in score(model, [[]] * len(texts), [[text] for text in texts])]
