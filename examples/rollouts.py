@@ -17,17 +17,18 @@ import numpy as np
 from jaxshare import Sampler, models
 from jaxshare.models import Decoder, LoadedModel
 from jaxshare.serving.engine import Engine
+from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.inputs import encode_messages
 from jaxshare.serving.rollouts import RolloutBatch, rollout
 
-PROMPTS, SAMPLES, NEW_TOKENS, LENGTH = 4, 8, 48, 192
+PROMPTS, SAMPLES, NEW_TOKENS, LENGTH = 8, 8, 80, 192
 RATE = 0.02
 
 
 def question(rng: np.random.Generator) -> tuple[str, int]:
-    """A sum and what it is."""
+    """A sum, asked for as the model was taught, and what it is."""
     a, b = rng.integers(10, 90, 2).tolist()
-    return f"1. {a} + {b}", a + b
+    return f"{arithmetic.instruction(1)}\n1. {a} + {b}", a + b
 
 
 def advantages(batch: RolloutBatch, right: list[int]) -> tuple[np.ndarray, float]:
