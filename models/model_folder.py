@@ -3,12 +3,14 @@ so that they are never incomplete."""
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -42,6 +44,11 @@ def check_target(target: Path) -> None:
     """Raises ValueError for a target that exists."""
     if target.exists():
         raise ValueError(f"{target} exists; give a folder that does not, or delete it first")
+
+
+def write_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    """Writes a file of settings, such as config.json, in a folder that is being made."""
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

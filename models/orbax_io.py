@@ -7,7 +7,6 @@ and renamed at the end, so that it is never incomplete.
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from safetensors.numpy import save_file
 from jaxshare import sharding
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.config_fields import read_json
-from jaxshare.models.model_folder import check_folders, new_folder, umask
+from jaxshare.models.model_folder import check_folders, new_folder, umask, write_settings
 from jaxshare.models.orbax_reading import root_cause, waiting_for_reads
 from jaxshare.models.quantisation.saved import as_saved, parameters_of, restored
 from jaxshare.models.quantisation.settings import quantisation_of
@@ -98,7 +97,7 @@ def _remove_quantization(file: Path) -> None:
     """Makes a configuration that of plain weights, as which parameters are written."""
     settings = read_json(file)
     if settings.pop("quantization_config", None) is not None:
-        file.write_text(json.dumps(settings, indent=2) + "\n")
+        write_settings(file, settings)
 
 
 def write_tensors(tensors: dict[str, Float[np.ndarray, "..."]], file: Path) -> None:
@@ -251,7 +250,7 @@ def write_safetensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -
         (folder / f"part-{i}").rename(folder / file)
         weight_map |= dict.fromkeys(in_shard, file)
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_settings(folder / INDEX, index)
     return sizes
 
 

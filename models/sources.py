@@ -42,6 +42,12 @@ class Source:
     config: ModelConfig
     gguf: gguf_file.GGUFFile | None = None
 
+    @property
+    def dtype_name(self) -> str | None:
+        """The name of the dtype in the settings, such as "bfloat16", if they have one."""
+        named = self.settings.given("dtype") or self.settings.given("torch_dtype")
+        return None if named is None else str(named).removeprefix("torch.")
+
 
 def opened(place: Path) -> Source:
     """Reads the settings of a checkpoint: config.json, but in a GGUF file those of its own if there
@@ -59,6 +65,19 @@ def opened(place: Path) -> Source:
     except ConfigError as error:
         raise ConfigError(f"{file.path}, in the words of config.json: {error}") from error
     return Source(place, Fields(values, str(file.path)), config, file)
+
+
+def described(name: str | os.PathLike) -> Source:
+    """Reads the settings of a checkpoint of which config.json alone is fetched from the hub.
+
+    Args:
+      name: a folder, a GGUF file, a hub id or "embedded".
+
+    Raises:
+      FileNotFoundError: there is no such model.
+      ConfigError: it is not supported, or config.json is no JSON object.
+    """
+    return opened(find(name, None, ["config.json"]))
 
 
 def local_folder(name: str | os.PathLike) -> Path:

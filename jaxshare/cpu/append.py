@@ -1,6 +1,7 @@
 """New keys and values on a CPU, in one call: keys are rotated, and both are written in their place."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,29 +60,51 @@ def _write(dim: int, pairs: int, has_values: bool, new: str, arena: str, call: C
     for name, index in arguments.items():
         _WORK.write(code, work, **{name: call.argument(index)})
     piece = _write_piece(call, dim, pairs, has_values, FORMATS[new], FORMATS[arena])
-    call.parallel(piece, work, (rows * width + (_PIECE - 1)) // _PIECE)
+    run_pieces(call, piece, work, rows, width)
 
 
 def _write_piece(
     call: Call, dim: int, pairs: int, has_values: bool, new: ir.Type, arena: ir.Type
 ) -> Code:
     """piece(work, i): some tokens of the rows."""
+
+    def copied(code: Code, w: Any, token: Val, source: Val, target: Val) -> None:
+        angles = [each + token * (pairs * 4) for each in (w.cos, w.sin)]
+        source, target = source * (dim * BYTES[new]), target * (dim * BYTES[arena])
+        copy = _Copy(code, dim, new, arena)
+        copy.rotated(w.k + source, w.keys + target, pairs, *angles)
+        if has_values:
+            copy.plain(w.v + source, w.values + target, 0)
+
+    return write_heads(call, _WORK, copied)
+
+
+def run_pieces(call: Call, piece: Code, work: Val, rows: Val, width: Val) -> None:
+    """Runs a piece that `write_heads` has written until all tokens of the rows are done."""
+    call.parallel(piece, work, (rows * width + (_PIECE - 1)) // _PIECE)
+
+
+def write_heads(
+    call: Call, fields: Record, copied: Callable[[Code, Any, Val, Val, Val], None]
+) -> Code:
+    """Writes piece(work, i), which goes over some tokens of the rows.
+
+    Args:
+      call: whose kernel it is of.
+      fields: of the work, with rows, width, kv_heads, tokens, write_at and count.
+      copied: writes the code for one kv head of a real token, of (code, the fields, the token's
+        number, that of the head in [R, T, K], that of its place in [K, tokens]).
+    """
     code = begin_task(call, "piece")
     work, index = code.args
-    w = _WORK.read_all(code, work)
+    w = fields.read_all(code, work)
     stop = code.min((index + 1) * _PIECE, w.rows * w.width)
     with code.loop(index * _PIECE, stop) as token:
         row, t = token // w.width, token % w.width
         with code.where(t < code.load_int(w.count + row * 4)):
             at = code.load_int(w.write_at + row * 4) + t
-            angles = [each + token * (pairs * 4) for each in (w.cos, w.sin)]
             with code.loop(0, w.kv_heads) as head:
-                source = (token * w.kv_heads + head) * (dim * BYTES[new])
-                target = (head * w.tokens + at) * (dim * BYTES[arena])
-                copy = _Copy(code, dim, new, arena)
-                copy.rotated(w.k + source, w.keys + target, pairs, *angles)
-                if has_values:
-                    copy.plain(w.v + source, w.values + target, 0)
+                copied(code, w, token, token * w.kv_heads + head, head * w.tokens + at)
     code.give()
     return code
 

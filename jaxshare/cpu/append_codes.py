@@ -12,14 +12,12 @@ import jax
 from jax import Array
 from jaxtyping import Float
 
-from jaxshare.cpu.ir import I64, PTR, Code, Record
-from jaxshare.cpu.runtime import Call, begin_task, register
+from jaxshare.cpu.append import run_pieces, write_heads
+from jaxshare.cpu.ir import I64, PTR, Code, Record, Val
+from jaxshare.cpu.runtime import Call, register
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena, as_stored
 from jaxshare.rope import rotate
-
-_PIECE = 64
-"""Tokens of a piece of work."""
 
 
 def cpu_append_codes(
@@ -67,24 +65,10 @@ def _write(sizes: Sequence[int], call: Call) -> None:
     for index in range(new):
         fields.write(code, work, **{f"arena{index}": call.result(index)})
         fields.write(code, work, **{f"new{index}": call.argument(new + index)})
-    piece = _write_piece(call, fields, sizes)
-    call.parallel(piece, work, (rows * width + (_PIECE - 1)) // _PIECE)
 
+    def copied(code: Code, w: Any, _: Val, source: Val, target: Val) -> None:
+        for index, size in enumerate(sizes):
+            place, given = (getattr(w, f"{kind}{index}") for kind in ("arena", "new"))
+            code.external("memcpy", PTR, place + target * size, given + source * size, size)
 
-def _write_piece(call: Call, fields: Record, sizes: Sequence[int]) -> Code:
-    """piece(work, i): some tokens of the rows."""
-    code = begin_task(call, "piece")
-    work, index = code.args
-    w = fields.read_all(code, work)
-    stop = code.min((index + 1) * _PIECE, w.rows * w.width)
-    with code.loop(index * _PIECE, stop) as token:
-        row, t = token // w.width, token % w.width
-        with code.where(t < code.load_int(w.count + row * 4)):
-            at = code.load_int(w.write_at + row * 4) + t
-            with code.loop(0, w.kv_heads) as head:
-                for each, size in enumerate(sizes):
-                    source = getattr(w, f"new{each}") + (token * w.kv_heads + head) * size
-                    target = getattr(w, f"arena{each}") + (head * w.tokens + at) * size
-                    code.external("memcpy", PTR, target, source, size)
-    code.give()
-    return code
+    run_pieces(call, write_heads(call, fields, copied), work, rows, width)

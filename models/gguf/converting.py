@@ -1,7 +1,5 @@
 """A GGUF file as a folder in Orbax form."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ from jaxshare.models import orbax_io
 from jaxshare.models.gguf import params
 from jaxshare.models.gguf.settings import sampling_of
 from jaxshare.models.loading import outline
-from jaxshare.models.model_folder import check_target, new_folder
+from jaxshare.models.model_folder import check_target, new_folder, write_settings
 from jaxshare.models.sources import Source, opened
 from jaxshare.models.tokenizer_files import read_tokenizer
 
@@ -51,11 +49,7 @@ def _write_settings(source: Source, folder: Path) -> None:
     assert source.gguf is not None
     dtype = {"dtype": params.stored_dtype(source.gguf).name}
     named = {"torch_dtype", "dtype"} & source.settings.values.keys()
-    _write(folder / "config.json", {**({} if named else dtype), **source.settings.values})
+    write_settings(folder / "config.json", {**({} if named else dtype), **source.settings.values})
     file = folder / "generation_config.json"
     if not file.exists() and (sampling := sampling_of(source.gguf)):
-        _write(file, sampling)
-
-
-def _write(file: Path, values: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_settings(file, sampling)

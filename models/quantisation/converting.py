@@ -1,7 +1,6 @@
 """The folder of a quantised model, made of that of a plain one."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from jaxshare.models import orbax_io
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.config_fields import read_json
-from jaxshare.models.model_folder import check_folders, new_folder
+from jaxshare.models.model_folder import check_folders, new_folder, write_settings
 from jaxshare.models.quantisation.compressed_form import (
     check_form,
     quantization_config,
@@ -98,4 +97,4 @@ def check_plain(source: Path) -> None:
 
 def _configure(file: Path, settings: dict[str, Any]) -> None:
     """Adds the settings of quantised weights to a config.json."""
-    file.write_text(json.dumps({**read_json(file), _SETTING: settings}, indent=2) + "\n")
+    write_settings(file, {**read_json(file), _SETTING: settings})

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxshare.serving.agents import Agent, AgentRun, Reply, Runtime, agent, llm, spawn, tool
-from scripts.bench.lib import Goal, Parser, alternate, command, finish, machine, table, versions
+from scripts.bench.lib import Goal, Parser, alternate, finish, machine, own_command, table, versions
 from scripts.bench.parts.agents.held import BREADTH
 from scripts.bench.parts.agents.held import goals as held_goals
 from scripts.bench.parts.agents.held import measure as measure_held
@@ -294,9 +294,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where = machine()
     results = measure(options.agents, options.states, options.rounds)
     settings = {

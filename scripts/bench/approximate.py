@@ -33,10 +33,10 @@ from scripts.bench.lib import (
     Goal,
     Parser,
     alternate,
-    command,
     cores,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -245,9 +245,7 @@ def _checked(parser: Parser, given: argparse.Namespace) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, results = machine(), {}
     with progress(len(FORMS) + 1 + 2 * len(options.prompts)) as say:
         if PERPLEXITY in options.parts:

@@ -31,7 +31,7 @@ import jax
 from tqdm import tqdm
 
 from jaxshare.pallas.device import current_device
-from scripts.bench.lib import ROOT, Parser, command, finish, machine, table, versions
+from scripts.bench.lib import ROOT, Parser, finish, machine, own_command, table, versions
 from scripts.bench.parts.attention import measurements as parts
 from scripts.bench.parts.attention import plots
 from scripts.bench.parts.attention.scale import FULL, QUICK, TINY
@@ -136,9 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, found = (
         machine() | {"device": device()},
         {"jaxshare": versions(("jax", "jaxlib", "flax", "numpy")) | plugins()},

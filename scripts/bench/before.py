@@ -26,9 +26,9 @@ from scripts.bench.lib import (
     Goal,
     Parser,
     alternate,
-    command,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -170,9 +170,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, scale = machine(), QUICK if options.quick else Scale()
     folders = {NOW: ROOT, EARLIER: options.earlier.resolve()}
     # Programs that one side has kept would not be compiled there: each compiles its own.

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from jaxshare.serving.cli import main as cli
 from jaxshare.serving.evaluation import Point, plot
 from jaxshare.serving.evaluation.arithmetic_forms import FORMS
-from scripts.bench.lib import Goal, Parser, command, finish, machine, table, versions
+from scripts.bench.lib import Goal, Parser, finish, machine, own_command, table, versions
 
 OF_TWO, OF_FOUR = 0.6, 0.4
 """Goals: passes to 90% of two and of four workers, times those of one."""
@@ -368,9 +368,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where = machine()
     cases = QUICK if options.quick else {name: CASES[name] for name in options.only or CASES}
     folder = options.out / f"{'quick-' if options.quick else ''}{options.problems}"

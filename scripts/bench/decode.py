@@ -27,9 +27,9 @@ from jaxshare.models import LoadedModel, load
 from scripts.bench.lib import (
     Parser,
     alternate,
-    command,
     finish,
     machine,
+    own_command,
     progress,
     versions,
 )
@@ -152,9 +152,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where = machine()
     with contextlib.ExitStack() as stack:
         try:

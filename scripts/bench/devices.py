@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit
 from jaxshare.sharding import make_mesh
-from scripts.bench.lib import Goal, Parser, command, finish, machine, progress, table, versions
+from scripts.bench.lib import Goal, Parser, finish, machine, own_command, progress, table, versions
 from scripts.bench.parts.devices.sent import Collective, collectives
 
 DEVICES = 8
@@ -369,9 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.reporting()
     options = parser.parse_args(arguments)
     parser.check_output(options.output)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     jax.config.update("jax_platforms", "cpu")
     if jax.config.jax_num_cpu_devices < DEVICES:
         jax.config.update("jax_num_cpu_devices", DEVICES)

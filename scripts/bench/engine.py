@@ -28,7 +28,6 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxshare import Sampler
@@ -36,9 +35,9 @@ from jaxshare.models import EMBEDDED, LoadedModel, load
 from scripts.bench.lib import (
     Goal,
     alternate,
-    command,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -245,9 +244,7 @@ def _model_text(r: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, results = machine(), []
     with progress(len(options.models) * (3 + len(LOADS))) as say:
         for name in options.models:

@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxshare import Grammar, Sampler, SamplingParams
@@ -26,9 +25,9 @@ from scripts.bench.lib import (
     Goal,
     Parser,
     alternate,
-    command,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -162,9 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     models = parser.some_of("--models", given.models, MODELS)
     parser.check_output(given.output)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, rounds = machine(), QUICK_ROUNDS if given.quick else ROUNDS
     results = {}
     with progress(5 * len(models)) as say:

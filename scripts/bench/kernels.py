@@ -31,9 +31,9 @@ from jaxshare.models import Decoder, LoadedModel, load
 from scripts.bench.lib import (
     Goal,
     Parser,
-    command,
     finish,
     machine,
+    own_command,
     progress,
     table,
     versions,
@@ -227,9 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.turns < 1:
         parser.error(f"--turns is {given.turns}, but it must be at least 1")
     parser.check_output(given.output)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, results = machine(), {}
     jax.config.update("jax_enable_compilation_cache", False)
     with tempfile.TemporaryDirectory() as folder, progress(1 if given.quick else 2) as say:

@@ -290,6 +290,17 @@ def command(arguments: Sequence[str]) -> str:
     return shlex.join(["python", *map(_published, arguments)])
 
 
+def own_command(file: str, arguments: Sequence[str] | None) -> str:
+    """The command line of a program, fit to be published.
+
+    Args:
+      file: the program's `__file__`.
+      arguments: that its `main` was given; None for those of the process.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    return command([str(Path(file).resolve()), *given])
+
+
 def finish(
     report: Mapping[str, Any],
     text: str,

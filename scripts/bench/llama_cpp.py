@@ -28,10 +28,10 @@ from scripts.bench.lib import (
     Goal,
     Parser,
     alternate,
-    command,
     cores,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -258,9 +258,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where = machine()
     try:
         with contextlib.ExitStack() as stack:

@@ -18,7 +18,6 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import cache_dtype, token_bytes
-from scripts.bench.lib import command, finish, machine, progress, versions
+from scripts.bench.lib import finish, machine, own_command, progress, versions
 from scripts.bench.parts.engine.random_model import MODEL, Profile, forking_model, profile
 from scripts.bench.parts.logits_cache.group import Group, engines_of, run_group
 from scripts.bench.parts.logits_cache.options import (
@@ -253,9 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--data",
             file=sys.stderr,
         )
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where = machine()
     try:
         results = measure_all(options)

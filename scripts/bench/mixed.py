@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxshare import Sampler
@@ -35,9 +34,9 @@ from scripts.bench.lib import (
     Goal,
     Parser,
     alternate,
-    command,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -303,9 +302,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, results = machine(), []
     with progress(4 * len(options.models)) as say:
         for name in options.models:

@@ -34,10 +34,10 @@ from scripts.bench.lib import (
     Goal,
     Parser,
     alternate,
-    command,
     cores,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -312,9 +312,7 @@ def _checked(parser: Parser, given: argparse.Namespace) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where = machine()
     results, settings, found = {}, {}, {}
     try:

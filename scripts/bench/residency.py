@@ -40,9 +40,9 @@ from jaxshare.serving.kvcache.pool import whole_tiles
 from scripts.bench.lib import (
     Goal,
     alternate,
-    command,
     finish,
     machine,
+    own_command,
     table,
     versions,
     write_checkpoint,
@@ -334,9 +334,7 @@ def measured_agents(options: Options) -> list[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments, __doc__.splitlines()[0])
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where = machine()
     results = []
     for capacity, rounds in itertools.product(options.capacities, options.rounds):

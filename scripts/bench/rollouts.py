@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,9 +32,9 @@ from scripts.bench.lib import (
     Goal,
     Parser,
     alternate,
-    command,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -226,9 +225,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, scale = machine(), QUICK if options.quick else Scale()
     if options.rounds:
         scale = dataclasses.replace(scale, rounds=options.rounds)

@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,9 +29,9 @@ from scripts.bench.lib import (
     Goal,
     Parser,
     alternate,
-    command,
     finish,
     machine,
+    own_command,
     progress,
     ratios,
     table,
@@ -183,9 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(given, name) < 1:
             parser.error(f"--{name} is {getattr(given, name)}, but it must be at least 1")
     parser.check_output(given.output)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, rounds = machine(), QUICK_ROUNDS if given.quick else ROUNDS
     with progress(len(SETTINGS)) as say:
         results = measure(given.rows, given.vocab, rounds, say)

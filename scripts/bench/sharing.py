@@ -24,7 +24,7 @@ from tqdm import tqdm
 from jaxshare.models import EMBEDDED, LoadedModel, ModelConfig, load
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.tuning import calibration
-from scripts.bench.lib import Goal, command, finish, machine, versions, write_checkpoint
+from scripts.bench.lib import Goal, finish, machine, own_command, versions, write_checkpoint
 from scripts.bench.parts.sharing import attention, plots
 from scripts.bench.parts.sharing import decode as decoding
 from scripts.bench.parts.sharing import generate as generating
@@ -58,9 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     for part, why in options.left_out.items():
         print(f"scripts.bench.sharing: the part {part} is left out: {why}", file=sys.stderr)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, found = machine(), {"jaxshare": versions(("jax", "jaxlib", "flax", "numpy"))}
     with contextlib.ExitStack() as stack:
         workers = {}

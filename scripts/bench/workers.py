@@ -29,10 +29,10 @@ from jaxshare.serving.evaluation import arithmetic
 from scripts.bench.lib import (
     Parser,
     alternate,
-    command,
     cores,
     finish,
     machine,
+    own_command,
     progress,
     versions,
     write_checkpoint,
@@ -223,9 +223,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     where, found = machine(), {"jaxshare": versions(("jax", "jaxlib", "flax", "numpy"))}
     with contextlib.ExitStack() as stack:
         others = {}

@@ -10,7 +10,6 @@ where a step reads prompts, passes of several tokens a row are compiled beside t
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import resource
@@ -33,25 +32,10 @@ TARGETS = {"mosaic_gpu": "mosaic_gpu_v2", "triton": "__gpu$xla.gpu.triton"}
 
 
 def config_of(name: str) -> Any:
-    """The shapes of a published model, as far as compiling depends on them."""
-    from jaxshare import Rope
-    from scripts.gpu import programs
+    """The shapes of a published model."""
+    from scripts.gpu import dense_models
 
-    if name == LLAMA_8B:
-        sizes = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336}
-        return dataclasses.replace(programs.MODEL, **sizes, num_layers=32)
-    return dataclasses.replace(
-        programs.MODEL,
-        architecture="qwen2",
-        vocab_size=152_064,
-        hidden_size=5120,
-        intermediate_size=27_648,
-        num_layers=64,
-        num_heads=40,
-        qkv_bias=True,
-        norm_eps=1e-6,
-        rope=Rope.default(128, 1_000_000.0),
-    )
+    return {LLAMA_8B: dense_models.LLAMA_8B, QWEN_32B: dense_models.QWQ_32B}[name]
 
 
 def measure(name: str, backend: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from scripts.bench.lib import Parser, command, finish, machine, versions
+from scripts.bench.lib import Parser, finish, machine, own_command, versions
 from scripts.gpu import cold
 from scripts.gpu.compiler import Compiler, MissingError, Program, Toolchain
 from scripts.gpu.hlo import (
@@ -112,9 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MissingError as error:
         print(f"scripts.gpu.compile: {error}", file=sys.stderr)
         return 2
-    asked = command(
-        [str(Path(__file__).resolve()), *(sys.argv[1:] if arguments is None else arguments)]
-    )
+    asked = own_command(__file__, arguments)
     with tempfile.TemporaryDirectory(prefix="gpu_compile_") as folder:
         toolchain.prepare(Path(folder))
         compiler = Compiler(toolchain, Path(folder))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxshare.models.sources import find, opened
+from jaxshare.models.sources import described
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.tuning.diagnosis import EXTRAS, Diagnosis, diagnose
 
@@ -39,14 +39,9 @@ def run(options: argparse.Namespace) -> int:
       ValueError: a config.json that is not understood.
       FileNotFoundError: no such model.
     """
-    config, own = None, None
-    if options.model:
-        source = opened(find(options.model, None, ["config.json"]))
-        config = source.config
-        own = source.settings.given("dtype") or source.settings.given("torch_dtype")
-        own = str(own).removeprefix("torch.")
-    dtype = options.dtype or (own if own in DTYPES else DTYPES[0])
-    found = diagnose(config, jnp.dtype(dtype))
+    model = described(options.model) if options.model else None
+    own = model.dtype_name if model and model.dtype_name in DTYPES else DTYPES[0]
+    found = diagnose(model.config if model else None, jnp.dtype(options.dtype or own))
     if options.json:
         print(json.dumps(found.to_json()))
     else:

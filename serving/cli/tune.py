@@ -10,9 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxshare import models
-from jaxshare.models.config_fields import read_json
-from jaxshare.models.sources import local_folder
+from jaxshare.models.sources import described
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, tiles_file
 from jaxshare.paths import check_file
@@ -234,25 +232,10 @@ def _shape(options: argparse.Namespace) -> KernelShape:
 
 def _model_shape(name: str, dtype: str | None) -> KernelShape:
     """The shape in the model's config.json; its weights are not read."""
-    file = local_folder(name) / "config.json"
-    if not file.parent.is_dir():
-        import huggingface_hub
-
-        try:
-            file = Path(huggingface_hub.hf_hub_download(name, "config.json"))
-        # Versions raise different kinds: no network, no such repository, no access rights.
-        except Exception as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise FileNotFoundError(
-                f"there is no model folder {name}, and the hub did not give the config.json of "
-                f"such a model ({reason}); give an existing folder, or check the name, the network "
-                "and the access rights"
-            ) from error
-    config, fields = models.ModelConfig.from_json(file), read_json(file)
-    own = fields.get("dtype") or fields.get("torch_dtype") or DTYPES[0]
+    model = described(name)
     return KernelShape(
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        dtype or str(own).removeprefix("torch."),
+        model.config.num_heads,
+        model.config.num_kv_heads,
+        model.config.head_dim,
+        dtype or model.dtype_name or DTYPES[0],
     )

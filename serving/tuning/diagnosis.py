@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from huggingface_hub.constants import HF_HUB_CACHE
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -291,13 +292,10 @@ def _check(name: str, config: ModelConfig, dtype: jax.typing.DTypeLike) -> Backe
 
 def _folders() -> dict[str, dict[str, Any]]:
     compiled = jax.config.jax_compilation_cache_dir
-    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(
-        os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "hub"
-    )
     return {
         "compiled programs": _folder(Path(compiled) if compiled else None),
         "measurements": _folder(cache_folder(), "*.json"),
-        "models of the hub": _folder(Path(hub)),
+        "models of the hub": _folder(Path(HF_HUB_CACHE)),
     }
 
 
