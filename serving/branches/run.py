@@ -353,6 +353,9 @@ class _Sink:
         """Gives the output to the run."""
         return self.ended(output)
 
+    def admitted(self) -> None:
+        """Is for requests of an engine, whose time in the queue is told."""
+
     def put(self, chunk: TokenChunk) -> None:
         """Ignores new tokens: `Branches.running` has them."""
 

@@ -49,6 +49,7 @@ class Engine(WeightsHost):
       model: as loaded, or with the weights of the last `update_params`.
       rows, passes: the most rows at the same time, and the most passes of a dispatch.
       metrics: see `Metrics`.
+      tracer: makes spans of requests that are submitted from here on, or None; see `RequestTracer`.
     """
 
     def __init__(
@@ -210,6 +211,8 @@ class Engine(WeightsHost):
         """Submits a sample of a prompt."""
         state = StreamState(Detokenizer(self.model.tokenizer, options.stops, options.includes_stop))
         request = options.request(next(self._numbers), tokens, state, index)
+        if self.tracer is not None:
+            state.on_end = self.tracer.begin(request)
         self._enqueue(request, state, seed)
         return Stream(state, functools.partial(_cancel, request))
 

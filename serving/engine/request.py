@@ -27,6 +27,10 @@ class OutputSink(Protocol):
 
     @property
     def detokenizer(self) -> Detokenizer: ...
+    def admitted(self) -> None:
+        """Notes that the request has a row and memory."""
+        ...
+
     def put(self, chunk: TokenChunk) -> None:
         """Takes new tokens of the text, whose own text is left to the reader."""
         ...

@@ -3,8 +3,7 @@ what it samples.
 
 One step admits requests as long as there are rows and memory, runs a forward pass over a chunk of
 what is still to be prefilled, and dispatches the decode loop once. It has no thread and reads no
-clock: what it decides follows from the requests, the order in which they come, and the speeds that
-it is given.
+clock: what it decides follows from the requests, their order, and the speeds that it is given.
 """
 
 import collections
@@ -201,6 +200,7 @@ class Scheduler:
         num_cached = node.segment.depth - num_unread
         if request.num_reused is None:
             request.num_reused = min(num_cached, len(request.prompt))
+        request.stream.admitted()
         self.metrics.admitted(request, num_cached)
         extra = {"call": request.number, "agent": request.agent, "known": num_cached}
         log.debug("admitted", extra={**extra, "to_feed": num_unread})
