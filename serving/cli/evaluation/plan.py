@@ -167,8 +167,11 @@ def _settings(
     """The settings that decide the texts and their marks. The place of the files does not."""
     chosen = {"name": options.format, "texts": _digest(format)} if format else None
     given = {name: getattr(options, name) for name in ("model", "method", "seeds", "seed", "dtype")}
+    approximate = options.approximate_kv
     return {
         **given,
+        # there where it is on, since earlier versions did not have it
+        **({"approximate_kv": approximate} if approximate else {}),
         **_workers_settings(options),
         **({"format": chosen} if chosen else {}),
         **sampling,
