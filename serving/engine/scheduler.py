@@ -224,7 +224,7 @@ class Scheduler:
         for row in rows:
             pieces = prefill.next_pieces(row.node.path(), prefill.ROWS - len(batch))
             batch += [(row, piece) for piece in pieces]
-        logits, finite = self._prefill_passes.run([piece for _, piece in batch])
+        logits, finite = self._prefill_passes.run(*prefill.with_adapters(batch))
         self.metrics.prefilled(sum(len(piece.tokens) for _, piece in batch))
         failed = {row.index for i, (row, _) in enumerate(batch) if not finite[i]}
         for i, (row, piece) in enumerate(batch):
