@@ -218,19 +218,20 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """The identity of the model in saved files: a hash of its shape and its parameters' bits.
 
-        The same on every mesh; it differs between dtypes of the parameters. Its first 32 digits do
+        The same on every mesh; it differs between dtypes of the parameters, and with an adapter. Its first 32 digits do
         not tell parameters from the same ones in another order: they are the whole fingerprint of
         files of former versions (`same_fingerprint`).
         """
         config = self.config_of_checkpoint
-        whole = self.config.for_context(self.config.max_positions)
-        sums = bit_sums(self.params, whole, self.kv_repeats)
+        own = self.config.for_context(self.config.max_positions)
+        sums = bit_sums(self.params, own, self.kv_repeats)
         target = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         on_host = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, target))]
         plain, weighted = np.stack(on_host).T
         shape = repr(config.for_context(config.max_positions)).encode()
         former = hashlib.blake2b(shape + plain.tobytes(), digest_size=16).hexdigest()
-        return former + hashlib.blake2b(weighted.tobytes(), digest_size=8).hexdigest()
+        whole = former + hashlib.blake2b(weighted.tobytes(), digest_size=8).hexdigest()
+        return self.adapter.digest.hex() + whole if self.adapter else whole
 
     @functools.cached_property
     def trace_fingerprint(self) -> str:

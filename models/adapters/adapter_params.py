@@ -124,7 +124,7 @@ def check_adapter(adapter: AdapterParams, config: ModelConfig, what: str = "the 
                 + (f" ({adapter.base})" if adapter.base else "")
             )
         if not np.isfinite(each.scale) or not all(
-            bool(jnp.isfinite(jnp.asarray(matrix)).all()) for matrix in (a, b)
+            np.isfinite(np.asarray(matrix, np.float32)).all() for matrix in (a, b)
         ):
             raise AdapterError(
                 f"{what} has numbers for {_name(path)} that are not finite; make or fetch it again"

@@ -16,6 +16,7 @@ from jax import Array
 
 from jaxshare import KVCache
 from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.running_request import RunningRequest
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.prefix_tree import Node
@@ -90,6 +91,13 @@ def next_pieces(path: Sequence[Node], max_rows: int, width: int = SHORT.width) -
     return pieces
 
 
+def with_adapters(
+    batch: Sequence[tuple[RunningRequest, Piece]],
+) -> tuple[list[Piece], list[int]]:
+    """Returns the pieces of requests, and the places of their adapters."""
+    return [piece for _, piece in batch], [row.request.adapter_place for row, _ in batch]
+
+
 def _part(extent: Extent, start: int, tokens: int) -> Extent:
     """Places of an extent for some tokens that it does not hold yet, as a block of their own."""
     return Extent(extent.offset + start, tokens, 0, extent.phase + start)
@@ -152,12 +160,15 @@ class PrefillPasses:
             pieces += [(number, piece) for piece in found]
         return pieces
 
-    def run(self, pieces: Sequence[Piece]) -> tuple[Array, np.ndarray]:
+    def run(
+        self, pieces: Sequence[Piece], adapters: Sequence[int] | None = None
+    ) -> tuple[Array, np.ndarray]:
         """Feeds pieces, as many as a pass has rows; returns their logits [R, V], and bool[R]
-        whether these are finite."""
+        whether these are finite. `adapters` has the places of their adapters, by default the
+        model's own."""
         fits = all(len(piece.tokens) <= SHORT.width for piece in pieces)
         shape = SHORT if fits and len(pieces) <= SHORT.rows else self._long
-        return self._run(pieces, shape)
+        return self._run(pieces, shape, adapters)
 
     def warm_up(self) -> None:
         """Compiles the passes that texts can need which fit the memory."""
@@ -165,12 +176,15 @@ class PrefillPasses:
         if self._kv.pool.tokens >= self._long.size:
             self._run([], self._long)
 
-    def _run(self, pieces: Sequence[Piece], shape: PassShape) -> tuple[Array, np.ndarray]:
+    def _run(
+        self, pieces: Sequence[Piece], shape: PassShape, adapters: Sequence[int] | None = None
+    ) -> tuple[Array, np.ndarray]:
         kv, (tokens, counts) = self._kv, _packed([piece.tokens for piece in pieces], shape)
         view = self._views[shape].build({i: piece.seen for i, piece in enumerate(pieces)})
         with kv.speeds.feeding(max(1, int(counts.sum()))):
             cache = view.over(kv.pool.cache)
-            logits, kv.pool.cache = self._model.forward(tokens, counts, cache, view.layout)
+            layout = self._model.adapted(view.layout, adapters)
+            logits, kv.pool.cache = self._model.forward(tokens, counts, cache, layout)
             finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
         kv.view_changed = True
         for piece in pieces:

@@ -24,7 +24,7 @@ from jaxshare.serving.engine.gauges import set_gauges
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.narrow import kept_rows
 from jaxshare.serving.engine.output import OutputProcessor
-from jaxshare.serving.engine.prefill import PrefillPasses
+from jaxshare.serving.engine.prefill import PrefillPasses, with_adapters
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
 from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
@@ -220,12 +220,11 @@ class Scheduler:
 
     def _prefill(self, rows: Sequence[RunningRequest]) -> None:
         """One pass over the next tokens of the first rows, as many as its shape holds."""
-        streaming = len(self.sessions) > 0 or any(row.decoding for row in self.live)
-        pieces = self._prefill_passes.next_pieces(
-            [row.node.path() for row in rows], streaming=streaming and not self._prefill_first
-        )
+        streams = len(self.sessions) > 0 or any(row.decoding for row in self.live)
+        paths, streaming = [row.node.path() for row in rows], streams and not self._prefill_first
+        pieces = self._prefill_passes.next_pieces(paths, streaming=streaming)
         batch = [(rows[number], piece) for number, piece in pieces]
-        logits, finite = self._prefill_passes.run([piece for _, piece in batch])
+        logits, finite = self._prefill_passes.run(*with_adapters(batch))
         self.metrics.prefilled(sum(len(piece.tokens) for _, piece in batch))
         failed = {row.index for i, (row, _) in enumerate(batch) if not finite[i]}
         for i, (row, piece) in enumerate(batch):

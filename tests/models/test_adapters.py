@@ -19,6 +19,7 @@ from jaxshare.models import AdapterError, AdapterParams, Generation, LoadedModel
 from jaxshare.models.adapters.adapter_params import layer_shapes
 from jaxshare.models.adapters.low_rank import RowAdapters
 from jaxshare.models.packed import pack
+from jaxshare.quantised import is_quantised
 from jaxshare.sharding import make_mesh
 from tests.helpers import LATENT, TINY, init, mostly_slow
 from tests.paths import FIXTURES
@@ -198,6 +199,28 @@ def test_a_mesh_with_heads_and_mlp_split_and_kv_heads_repeated():
     np.testing.assert_allclose(found, merged_logits(MODEL, None), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "case", mostly_slow(["gptq_phi3", "bitsandbytes_nf4_llama", "fp8_tensors_llama"])
+)
+def test_beside_a_quantised_base(case):
+    base = models.load(FIXTURES / "quantised" / case, dtype="float32")
+    text = TEXT % base.config.vocab_size
+    adapter = random_adapter(base.config, 3)
+    with pytest.raises(
+        AdapterError, match="is quantised, and the sum with an adapter would not be"
+    ):
+        models.merged(base.params, adapter, base.config)
+    plain = jax.tree.map(
+        lambda each: jnp.asarray(each.dequantised(jnp.float32)) if is_quantised(each) else each,
+        base.named_params,
+        is_leaf=is_quantised,
+    )
+    params = models.merged(plain, adapter, base.config)
+    expected = np.asarray(base.module.apply(params, text[None], method="causal")[0])
+    found = in_pieces(base.with_adapters({"a": adapter}).using("a"), text)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
+
+
 @pytest.mark.slow
 def test_a_merge_has_gradients_and_needs_plain_kernels():
     adapter = random_adapter(TINY, 2)
@@ -304,7 +327,9 @@ def test_an_adapter_for_another_base_is_refused_by_name(tmp_path):
     ):
         MODEL.with_adapters({"wide": wide})
     latent = LoadedModel(LATENT, init(LATENT), None, Generation())
-    with pytest.raises(AdapterError, match="layers_0/attention/q, which the model does not have as"):
+    with pytest.raises(
+        AdapterError, match="layers_0/attention/q, which the model does not have as"
+    ):
         latent.with_adapters({"q": random_adapter(TINY, 2, targets=("q",))})
     experts, _ = loaded("attention_beside_experts")
     folder = changed(
