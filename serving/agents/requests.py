@@ -241,8 +241,7 @@ def llm(
         the dialogue, unless it is chosen: `dialogue.choose(answers[2])`.
       stop, max_new_tokens, temperature, top_k, top_p, min_p, adapter: see `Options`.
       parse: converts the text to the result; raises a ValueError for a text that it cannot convert.
-      retries: further attempts, each with its own seed, after an error, a timeout, or a text that
-        cannot be parsed.
+      retries: further attempts, with other seeds, after errors, timeouts, or texts not parsed.
       timeout: seconds for one attempt, and for each call of a tool.
       returns, tools, run_tools, rounds, most_characters, chat_template_kwargs: see `Chat`.
 
