@@ -102,6 +102,12 @@ def test_latents_lower_for_cuda(backend, case):
     check(backend, case)
 
 
+@pytest.mark.parametrize("case", mostly_slow(programs.CODED), ids=str)
+@pytest.mark.parametrize("backend", TARGETS)
+def test_codes_lower_for_cuda(backend, case):
+    check(backend, case)
+
+
 @pytest.mark.parametrize("form", mostly_slow(quantised_steps.FORMS), ids=lambda form: form.name)
 def test_products_with_quantised_matrices_lower_for_cuda(form):
     x = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
