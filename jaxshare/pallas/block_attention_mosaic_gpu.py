@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
-from jaxshare.pallas.codes_mosaic_gpu import WIDEST_APART, CodeBuffers
+from jaxshare.pallas.codes_mosaic_gpu import WIDEST_APART, CodeBuffers, code_columns
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
 from jaxshare.pallas.items_mosaic_gpu import ALIGNMENT, WARPGROUP
@@ -196,7 +196,7 @@ def _pieces(
     ]
     if of_codes:
         kind = of_codes[0].codes.dtype
-        transforms = _transforms(plgpu, dim, kind.itemsize)
+        transforms = _transforms(plgpu, code_columns(plgpu, dim), kind.itemsize)
         scratch.append(CodeBuffers.scratch(plgpu, tiles, dim, kind, transforms))
     return _launched(
         kernel,

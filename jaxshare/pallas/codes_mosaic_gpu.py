@@ -149,11 +149,16 @@ def wait_for_last(plgpu: Any, used: Array, *barriers: Any) -> None:
                 plgpu.barrier_wait(free)
 
 
+def code_columns(plgpu: Any, dim: int) -> int:
+    """The columns of codes in one pattern of their swizzling, and that are converted at once: at
+    most 64, so that few are in registers."""
+    return min(plgpu.find_swizzle(dim * 8), 64)  # in bytes, and so in codes
+
+
 def _convert(plgpu: Any, codes: Any, to: Any) -> None:
-    """Converts a tile [tile, D] in parts whose columns are one pattern of the codes' swizzling, so
-    that few of them are in registers at once."""
+    """Converts a tile [tile, D] in parts."""
     size, dim = codes.shape
-    columns = plgpu.find_swizzle(dim * 8)  # in bytes, and so in codes
+    columns = code_columns(plgpu, dim)
     for row in range(0, size, WARPGROUP):
         for column in range(0, dim, columns):
             part = pl.ds(row, WARPGROUP), pl.ds(column, columns)

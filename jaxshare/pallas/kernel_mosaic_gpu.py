@@ -219,7 +219,7 @@ def attention_kernel(
                     if codes is not None:
                         scores = scaled(scores, codes.key_scales, used)
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
-                    scores = capped(scores, softcap, few_registers=dim >= 256)
+                    scores = capped(scores, softcap, few_registers=dim >= 256 or is_joint)
                     if masked:
                         seen = reads.seen(plgpu, now, i, limit, unseen)
                         scores = jnp.where(seen, scores, -jnp.inf)

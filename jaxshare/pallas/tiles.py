@@ -278,15 +278,19 @@ def built_in_mosaic(head_dim: int, queries: int, *, codes: bool = False) -> Mosa
     return many if queries >= MANY_QUERIES else few
 
 
-def built_in_triton(device: Device, head_dim: int, queries: int) -> TritonTiles:
+def built_in_triton(
+    device: Device, head_dim: int, queries: int, *, codes: bool = False
+) -> TritonTiles:
     """The tiles in the table that fit the device's shared memory. Raises as `built_in_mosaic`."""
     _check_dim(head_dim, TRITON_TABLE)
     # A span wider than a block's queries is padding, and up to 64 a kernel that waits for memory
     # has time for it.
     span = 128 if queries >= MANY_QUERIES else min(max(16, bucket(queries)), 64)
-    span = min(span, _most_queries(head_dim))
+    span = min(span, 32 if codes and head_dim > 128 else _most_queries(head_dim))
     warps = _warps(head_dim, span)[-1 if head_dim > 128 and span > 16 else 0]
-    options = [TritonTiles(span, tile, warps, stages) for tile, stages in TRITON_TABLE[head_dim]]
+    # Larger tiles of codes of wide heads, and wider spans, spill registers.
+    pairs = TRITON_TABLE[head_dim][1 if codes and head_dim > 128 else 0 :]
+    options = [TritonTiles(span, tile, warps, stages) for tile, stages in pairs]
     return _filled(
         next(tiles for tiles in options if _fits(tiles, device, head_dim)), device, head_dim
     )
@@ -343,10 +347,11 @@ def choose_triton(
 
     Arguments, order and errors are those of `choose_mosaic`.
     """
-    tiles = _override(
-        device, Key("triton", head_dim, group, bucket(queries), jnp.dtype(dtype).name)
-    )
-    return tiles if isinstance(tiles, TritonTiles) else built_in_triton(device, head_dim, queries)
+    dtype = jnp.dtype(dtype)
+    tiles = _override(device, Key("triton", head_dim, group, bucket(queries), dtype.name))
+    if isinstance(tiles, TritonTiles):
+        return tiles
+    return built_in_triton(device, head_dim, queries, codes=dtype.itemsize == 1)
 
 
 def _override(device: Device, key: "Key") -> KernelConfig | None:

@@ -120,6 +120,13 @@ CODED = (
     Case(192, 2, "float16", *PASSES[4], Scoring(4096, 50.0), approximate="int8"),
 )
 """Caches that approximate."""
+WIDE_CODED = (
+    Case(256, 4, "bfloat16", *PASSES[0], approximate="int8"),
+    Case(256, 2, "bfloat16", *PASSES[4], Scoring(4096, 50.0), approximate="fp8"),
+    Case(LATENT_DIM, 16, "bfloat16", *PASSES[0], approximate="int8"),
+    Case(LATENT_DIM, 16, "bfloat16", *PASSES[4], approximate="fp8"),
+)
+"""Those that mosaic_gpu leaves to triton."""
 QUICK_SPREAD = tuple(
     case for case in QUICK if case.group == 4 and (case.width, case.rows, case.blocks) == PASSES[0]
 )
