@@ -42,6 +42,8 @@ def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
         results.get(part, [])
         for part in ("kernels", "steps", "devices", "experts", "sampling", "cold", "quantised")
     )
+    coded, coded_steps = _coded(results)
+    kernels, steps = [*kernels, *coded], [*steps, *coded_steps]
     compiled = [step for step in (*steps, *devices) if step["error"] is None]
     return [
         *_goals_of_compiling((*kernels, *steps, *devices, *experts, *cold, *quantised)),
@@ -55,6 +57,12 @@ def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
         *(goal for step in experts if step["error"] is None for goal in goals_of_experts(step)),
         *(goal for one in quantised if one["error"] is None for goal in goals_of_quantised(one)),
     ]
+
+
+def _coded(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[list[Any], list[Any]]:
+    """The kernels and the decode steps of the part `codes`."""
+    found = results.get("codes", [])
+    return [r for r in found if "case" in r], [r for r in found if "case" not in r]
 
 
 def _goals_of_compiling(programs: Sequence[Mapping[str, Any]]) -> list[Goal]:
@@ -210,9 +218,12 @@ def as_text(report: Mapping[str, Any]) -> str:
         "sampling": _sampling_text,
         "cold": _cold_text,
         "quantised": quantised_text,
+        "codes": _kernels_text,
+        "steps of codes": _steps_text,
     }
-    lines += [text(report[part]) for part, text in tables.items() if report.get(part)]
-    if failed := [result for part in tables for result in report.get(part, []) if result["error"]]:
+    shown = {**report, "codes": _coded(report)[0], "steps of codes": _coded(report)[1]}
+    lines += [text(shown[part]) for part, text in tables.items() if shown.get(part)]
+    if failed := [result for part in tables for result in shown.get(part, []) if result["error"]]:
         lines.append(
             "\n".join(
                 [

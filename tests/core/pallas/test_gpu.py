@@ -10,6 +10,7 @@ The reference runs on the same GPU, in float32, and shares no code with the back
 scripts/bench/attention.py measures their speed.
 """
 
+import dataclasses
 import itertools
 import secrets
 
@@ -23,6 +24,8 @@ from jaxshare.attention.api import preferred
 from jaxshare.decoding import loop, sampling, truncation
 from jaxshare.pallas.device import current_device
 from scripts.bench.parts.attention import cases
+from tests.core.pallas import interpreted
+from tests.core.pallas import test_codes as codes_interpreted
 from tests.helpers import run, tiny_state
 
 Heads = cases.Heads
@@ -133,6 +136,18 @@ def test_many_rows(judge, backend, rows, group, dtype):
 )
 def test_long_blocks_and_many_heads(judge, backend, case):
     judge(backend, case)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192])
+def test_codes(gpu, backend, format, dim):
+    if not able(backend, gpu) or ((backend, format) == ("triton", "fp8") and gpu.capability < 89):
+        pytest.skip(f"{backend} does not serve {format} on {gpu.kind}")
+    shape = dataclasses.replace(codes_interpreted.WIDE, dim=dim, rotary=dim)
+    rows, lengths = [[0, n] for n in range(1, 6)], [300, 5, 0, 64, 1, 17]
+    some = interpreted.case(rows, [1] * 5, lengths, gaps=[1] * 6, seed=secrets.randbelow(2**31))
+    codes_interpreted.check(backend, format, shape, some, gpu)
 
 
 def test_the_same_answer_every_time(gpu):

@@ -103,6 +103,18 @@ def test_latents_lower_for_cuda(backend, case):
     check(backend, case)
 
 
+@pytest.mark.parametrize("case", mostly_slow(programs.CODED), ids=str)
+@pytest.mark.parametrize("backend", TARGETS)
+def test_codes_lower_for_cuda(backend, case):
+    check(backend, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", programs.WIDE_CODED, ids=str)
+def test_codes_of_wide_heads_lower_for_cuda(case):
+    check("triton", case)
+
+
 @pytest.mark.parametrize("form", mostly_slow(quantised_steps.FORMS), ids=lambda form: form.name)
 def test_products_with_quantised_matrices_lower_for_cuda(form):
     x = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
