@@ -17,6 +17,10 @@ DEMO_ARGS ?=
 SERVE_ARGS ?= embedded
 BENCH_ARGS ?= --quick
 GPU_ARGS ?=
+# A folder of wheels for a machine without a network; `make gpu-wheels` fills it, which takes some GB.
+WHEELS ?=
+BUILD_NEEDS := 'setuptools>=77'
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(if $(WHEELS),--no-index --find-links '$(abspath $(WHEELS))')
 # A checkout of the authors' implementation of Hogwild! Inference, which has no package and is not kept here.
 HOGWILD ?=
 
@@ -55,7 +59,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
+.PHONY: help demo serve docs docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu gpu-wheels gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -115,6 +119,14 @@ drill: $(DEV) ## faults of all kinds thrown at every promise (DRILL_ARGS='--part
 test-gpu: $(CUDA) ## on a GPU: every backend against the reference
 	$(BIN)/python -m pytest -q -m gpu
 
+# A rehearsal takes neither a GPU nor what JAX has for one.
+gpu: $(if $(findstring --rehearse,$(GPU_ARGS)),$(DEV),$(CUDA)) ## on a GPU: answers, texts and speed, bounded in time, resumed, then tables (WHEELS=DIR; GPU_ARGS='--minutes 9'; --rehearse on a CPU)
+	@$(BIN)/python -m scripts.gpu.run_all $(GPU_ARGS)
+
+gpu-wheels: .venv/bin/python ## the wheels that `make gpu WHEELS=DIR` installs on a machine without a network, into DIR
+	@test -n "$(WHEELS)" || { echo "gpu-wheels takes a folder: make gpu-wheels WHEELS=wheels" >&2; exit 2; }
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest '$(WHEELS)' '.[dev,cuda13]' $(BUILD_NEEDS)
+
 gpu-compile: $(GPU_ENV) ## the GPU kernels and whole decode steps compiled for an H200 and for four, without one (GPU_ARGS='--parts steps')
 	@.venv-gpu/bin/python -m scripts.gpu.compile $(GPU_ARGS)
 
@@ -154,7 +166,7 @@ clean: ## remove what make has made: environments, caches, builds
 
 $(RUNTIME): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@$(BIN)/python $(PIP_INSTALL) --editable .
 	@touch $@
 
 $(SERVE): pyproject.toml .venv/bin/python
@@ -164,7 +176,7 @@ $(SERVE): pyproject.toml .venv/bin/python
 
 $(DEV): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare and its tools into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(RUNTIME) $(SERVE)
 
 $(GPU_ENV): pyproject.toml .venv-gpu/bin/python
@@ -185,7 +197,7 @@ $(PAGE): $(DEV)
 $(CUDA): $(DEV)
 	@command -v nvidia-smi >/dev/null || { echo "this takes an NVIDIA GPU with its driver: nvidia-smi is not there" >&2; exit 2; }
 	@echo "installing JAX's plugin for NVIDIA GPUs into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13]'
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev,cuda13]'
 	@touch $@
 
 $(TORCH_ENV): scripts/make_torch_env.sh

@@ -222,12 +222,16 @@ def product(x: Float[Array, "... in"], kernel: Weight) -> Float32[Array, "... ou
     at a time, so that its plain numbers are never all there.
     """
     flat = x.reshape(-1, x.shape[-1])
-    # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast
-    # path.
-    single = flat.shape[0] == 1 and x.dtype != jnp.float32
-    rows = jnp.concatenate([flat, flat]) if single else flat
+    rows = jnp.concatenate([flat, flat]) if is_doubled(flat.shape[0], x.dtype) else flat
     y = _by_strips(rows, kernel) if isinstance(kernel, QuantisedTensor) else _dot(rows, kernel)
     return y[: flat.shape[0]].reshape(*x.shape[:-1], -1)
+
+
+def is_doubled(rows: int, dtype: jax.typing.DTypeLike) -> bool:
+    """True if a product of so many rows is to be one of twice as many. For a single row XLA on the
+    CPU converts the whole kernel to float32, and for two it does not; on a GPU one is a launch
+    less."""
+    return rows == 1 and dtype != jnp.float32 and current_device() is None
 
 
 def _dot(rows: Float[Array, "R in"], kernel: Weight) -> Float32[Array, "R out"]:
