@@ -108,6 +108,13 @@ class LoadedModel:
     def __post_init__(self):
         check_approximation("approximate_kv", self.approximate_kv)
 
+    def __repr__(self) -> str:
+        """A line: what it was loaded from, its architecture, and its size."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params, is_leaf=is_quantised))
+        where = "" if self.mesh is None else f" on {dict(self.mesh.shape)}"
+        kind = self.config.architecture
+        return f"<LoadedModel {self.name!r}: {kind}, {count:,} parameters{where}>"
+
     @property
     def module(self) -> Decoder | ShardedDecoder:
         """The module that takes `params`: a `Decoder` or, on a mesh, a `ShardedDecoder`."""

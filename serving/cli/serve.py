@@ -349,7 +349,7 @@ def _log_to_stderr(level: str, form: str) -> None:
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(form))
-    for name in ("jaxshare", "uvicorn"):
+    for name in ("jaxshare", "uvicorn", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.setLevel(level.upper())
