@@ -28,7 +28,7 @@ from jaxshare.serving.cli import (
     tune,
     workers,
 )
-from jaxshare.serving.cli.evaluation import evaluate, judge
+from jaxshare.serving.cli.evaluation import evaluate, judge, rescore
 from jaxshare.serving.errors import SamplingError
 
 _NEW_OBJECTS = 50_000
@@ -59,6 +59,7 @@ _COMMANDS = (
     ),
     ("serve", serve, "serve a model over HTTP to every client of OpenAI's interface"),
     ("evaluate", evaluate, "measure accuracy against the budget of forward passes"),
+    ("rescore", rescore, "mark the runs of an evaluation again, without running any"),
     (
         "judge",
         judge,

@@ -19,8 +19,10 @@ from jaxshare.serving.evaluation.data_sets.reading import (
 )
 from jaxshare.serving.evaluation.problems import Problem, Task
 
-__all__ = ["DATA_VARIABLE", "TASKS", "Problem", "Task", "load_task"]
+__all__ = ["DATA_VARIABLE", "QUESTIONS", "TASKS", "Problem", "Task", "load_task"]
 
+QUESTIONS = sums.QUESTIONS
+"""Default number of questions of a generated problem."""
 SUMS, TYPED, DEPENDENT, GSM8K5 = "sums", "sums-typed", "sums-dependent", "gsm8k5"
 _DATA_SETS = {**mathematics.MATHEMATICS, **programs.PROGRAMS}
 TASKS = (SUMS, TYPED, DEPENDENT, GSM8K5, *_DATA_SETS)
@@ -40,7 +42,7 @@ def load_task(
     name: str,
     *,
     samples: int | None = None,
-    questions: tuple[int, int] = (sums.QUESTIONS, sums.QUESTIONS),
+    questions: tuple[int, int] = (QUESTIONS, QUESTIONS),
     data: str | Path | None = None,
     dates: str | None = None,
 ) -> Task:

@@ -12,6 +12,7 @@ from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.argument_checks import as_integer
 from jaxshare.compile_time import Stopwatch
 from jaxshare.decoding.automaton import TokenAutomaton
+from jaxshare.decoding.row_transfer import on_host
 from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.steps import Steps
 from jaxshare.models import LoadedModel
@@ -397,7 +398,7 @@ def _decode_state(
         ask_every=settings["ask_every"] if settings["format"].question else 0,
         seed=settings["seed"],
     )
-    return DecodeState.create(
+    state = DecodeState.create(
         cache,
         rows,
         openings,
@@ -414,6 +415,8 @@ def _decode_state(
         texts=_texts_seen(plan, rows, openings),
         record=settings["passes_at_once"] if settings["record"] else 0,
     )
+    # The dispatches of an engine move a session's rows on the host.
+    return on_host(state) if engine else state
 
 
 def _texts_seen(

@@ -11,7 +11,8 @@ from typing import Any
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_folder
 from jaxshare.serving import jsonl
-from jaxshare.serving.evaluation import folder, runs, tasks
+from jaxshare.serving.cli.evaluation import report
+from jaxshare.serving.evaluation import execution, folder, runs, tasks
 from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.checkers.sandbox import Limits
 from jaxshare.serving.evaluation.runs import RunSpec
@@ -72,7 +73,7 @@ class EvaluationPlan:
         )
         if task.needs_mathematics:
             Mathematician.check()
-        limits = Limits(seconds=options.test_seconds, memory=options.test_memory << 20)
+        limits = report.limits_of(options)
         format = None
         if options.format is not None:
             format = presets.format_named(options.format, plain=options.method != "workers")
@@ -92,6 +93,11 @@ class EvaluationPlan:
             for count in chosen
         }
         return cls(options, sampling, chosen, task, format, limits, settings, beside, keys)
+
+    @property
+    def task_options(self) -> dict[str, Any]:
+        """The options that a task is loaded with, besides its name and the number of problems."""
+        return {"questions": [*_range(self.options.questions)], "dates": self.options.dates}
 
     def specs(self, model: LoadedModel) -> list[RunSpec]:
         """All runs.
@@ -131,6 +137,7 @@ def _check(
             raise ValueError(f"{name} has {wrong[0]}; the numbers start at 1")
     if workers and max(workers) > MAX_WORKERS:
         raise ValueError(f"--workers has {max(workers)}; a session has at most {MAX_WORKERS}")
+    execution.check_concurrency(options.concurrency)
     for name in ("seeds", "answer_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:

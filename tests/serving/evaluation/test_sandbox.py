@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from jaxshare.serving.cli.evaluation import evaluate
+from jaxshare.serving.cli.evaluation import report
 from jaxshare.serving.evaluation import Limits, Mathematician, run_tests
 from jaxshare.serving.evaluation.checkers import isolation, sandbox
 from jaxshare.serving.evaluation.tasks import Problem, Task
@@ -465,7 +465,7 @@ def test_a_machine_without_namespaces_is_told_what_it_lacks(monkeypatch, capsys)
     assert "can read and write what you can" in sandbox.notice()
     for tests, told in ((None, False), ("pass", True)):
         task = Task("t", (Problem("p", "words", ("1",), tests),), 1)
-        evaluate._mark(task, [], Limits())
+        report.mark(task, [], Limits())
         assert ("can read and write what you can" in capsys.readouterr().err) is told
 
 
