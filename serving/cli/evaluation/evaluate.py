@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
+from jaxshare import progress
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.paths import WriteError, whole_file
@@ -252,15 +251,11 @@ def _execute(
     """
     refused: dict[str, str] = {}
     passes = 0
-    with tqdm(
-        total=sum(spec.budgets[-1] for spec in specs),
-        unit=" passes",
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    planned = sum(spec.budgets[-1] for spec in specs)
+    with progress.work("evaluating", planned, "passes") as work:
 
         def show(passes_of_run: int) -> None:
-            bar.update(passes + passes_of_run - bar.n)
+            work.done = passes + passes_of_run
 
         try:
             for spec, run in execute(specs, show):
@@ -273,12 +268,12 @@ def _execute(
                 elif spec.problem not in refused:
                     refused[spec.problem] = str(run)
                     label = runs.label(spec.method, spec.workers)
-                    print(f"problem {spec.problem}, {label}: {run}", file=sys.stderr)
-                bar.total -= spec.budgets[-1] - taken  # a run that ends early leaves less to do
-                bar.set_postfix_str(f"{len(made)}/{total} runs", refresh=False)
+                    progress.DISPLAY.say(f"problem {spec.problem}, {label}: {run}")
+                planned -= spec.budgets[-1] - taken  # a run that ends early leaves less to do
+                work.total, work.note = planned, f"{len(made)} of {total} runs"
                 show(0)
         except KeyboardInterrupt:
-            bar.close()
+            work.close()
             print(f"{len(made)} of {total} runs are in {folder / RUNS}; {AGAIN}", file=sys.stderr)
             raise
     return refused
@@ -292,13 +287,8 @@ def _mark(task: Task, made: Sequence[Run], limits: Limits) -> list[Score]:
     scores = []
     with Mathematician() as mathematician:
         scorer = Scorer(task.problems, mathematician, limits)
-        for run in tqdm(
-            sorted(made, key=lambda run: (order[run.problem], run.number, run.workers)),
-            "marking",
-            unit=" runs",
-            leave=False,
-            disable=not sys.stderr.isatty(),
-        ):
+        in_order = sorted(made, key=lambda run: (order[run.problem], run.number, run.workers))
+        for run in progress.each(in_order, "marking", "runs"):
             scores += scorer.score(run)
     return scores
 
