@@ -1,5 +1,6 @@
 """The command line: what it prints, and one clear sentence and a non-zero exit for each mistake."""
 
+import io
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare import models
+from jaxshare import models, progress
 from jaxshare.serving.cli import main
 from tests.helpers import folder_of_first_layers
 
@@ -51,6 +52,21 @@ def test_generate_prints_completions(capsys):
     assert code == 0
     assert "--- 1 of 2 (length, logprob -" in out and "--- 2 of 2 (length, " in out
     assert "47+38" in out
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_terminal_has_progress_on_stderr_but_with_quiet(monkeypatch, capsys, shallow, quiet):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "_REDRAW", 0.001)
+    options = ("--prompt", "1. 47 + 38", *SHAPE, "--temperature", "0.7", "--json")
+    assert main.main(["generate", shallow, *options, *["--quiet"] * quiet]) == 0
+    shown = screen.getvalue()
+    assert shown[-1:] in ("K", "\n")  # nothing is left of the line
+    assert ("prefill: " in shown or "decoding: " in shown) is ("\x1b" in shown) is not quiet
+    assert len(json.loads(capsys.readouterr().out)["completions"]) == 2
 
 
 @pytest.mark.slow
