@@ -10,10 +10,12 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Self
 
 from jax import monitoring
+
+from jaxshare import progress
 
 _EVENTS = frozenset(
     f"/jax/core/compile/{name}_duration"
@@ -64,30 +66,27 @@ def compile_seconds() -> float:
     return _clocks.own.seconds
 
 
-_COMPILER = "/jax/core/compile/backend_compile_duration"
 _NAMES = {"_decode": "the decode loop", "_forward": "a forward pass"}
 
 
 @contextlib.contextmanager
-def reported_compiles(write: Callable[[str], object], *, after: float = 1.5) -> Iterator[None]:
-    """Calls `write` with a line for each program that the compiler works on for longer than `after`
-    seconds, while it does. A program that comes from JAX's persistent cache is not reported.
-
-    Each line is written from a thread of its own.
-    """
-    timers: dict[int, threading.Timer] = {}
+def reported_compiles(display: progress.Display = progress.DISPLAY) -> Iterator[None]:
+    """Shows each program that is traced, lowered and compiled as a piece of work, while it is. One
+    that comes from JAX's persistent cache takes no time in the compiler, and so is not shown there."""
+    own = threading.local()
 
     def begin(event: str, value: float | int, **metadata: str | int) -> None:
-        if event == _COMPILER:
+        if event in _EVENTS:
+            if not hasattr(own, "works"):
+                own.works = []
             function = re.sub(r"^jit\((.*)\)$", r"\1", str(metadata.get("fun_name", "")))
-            line = f"compiling {_NAMES.get(function, function)} ..."
-            timers[threading.get_ident()] = timer = threading.Timer(after, write, [line])
-            timer.daemon = True
-            timer.start()
+            name = f"compiling {_NAMES.get(function, function)}"
+            # Functions that are traced inside another are a part of it.
+            own.works.append(None if own.works else display.begin(name))
 
     def end(event: str, duration_secs: float, **metadata: str | int) -> None:
-        if event == _COMPILER and (timer := timers.pop(threading.get_ident(), None)):
-            timer.cancel()
+        if event in _EVENTS and getattr(own, "works", None) and (work := own.works.pop()):
+            work.close()
 
     monitoring.register_scalar_listener(begin)
     monitoring.register_event_duration_secs_listener(end)

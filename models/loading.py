@@ -67,7 +67,7 @@ from jaxshare.quantised_cache import check_approximation
 from jaxshare.sharding import DATA, axis_size, data_groups
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from jaxshare.models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +78,8 @@ class LoadedModel:
       config: its shape and variant.
       params: {"params": ...}, as `Decoder.apply` takes them. On a single GPU projections of the same
         input are packed; see `named_params`.
-      tokenizer: with the chat template, or None if the folder has none.
+      tokenizer: a `Tokenizer` with the chat template, or None if the folder has none. One of
+        transformers may take its place.
       generation: stop tokens and sampling defaults.
       workers: the contents of the folder's workers.json, the texts that workers need, or None if
         it has no such file.
@@ -95,7 +96,7 @@ class LoadedModel:
 
     config: ModelConfig
     params: dict[str, Any]
-    tokenizer: "PreTrainedTokenizerBase | None"
+    tokenizer: "Tokenizer | Any | None"
     generation: Generation
     workers: dict[str, Any] | None = None
     mesh: Mesh | None = None
@@ -442,7 +443,7 @@ def _generation(source: Source) -> Generation:
     return Generation.from_json(values, source.settings.values, str(file))
 
 
-def _tokenizer(source: Source) -> "PreTrainedTokenizerBase | None":
+def _tokenizer(source: Source) -> "Tokenizer | Any | None":
     found, file = read_tokenizer(source.place), source.gguf
     if found is not None or file is None:
         return found

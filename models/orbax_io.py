@@ -18,10 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxtyping import Float
 from safetensors.numpy import save_file
 
-from jaxshare import sharding
+from jaxshare import progress, sharding
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.config_fields import read_json
 from jaxshare.models.model_folder import check_folders, new_folder, umask, write_settings
+from jaxshare.models.orbax_package import orbax
 from jaxshare.models.orbax_reading import root_cause, waiting_for_reads
 from jaxshare.models.quantisation.saved import as_saved, parameters_of, restored
 from jaxshare.models.quantisation.settings import quantisation_of
@@ -162,7 +163,7 @@ def _orbax_values(
       CheckpointError: data that cannot be read.
       ValueError: quantised parameters, with this advice.
     """
-    import orbax.checkpoint as ocp  # here, because it takes seconds
+    ocp = orbax()
 
     stored = match_metadata(folder, expected)
     for path, parameter in stored.items():
@@ -203,12 +204,13 @@ def write_orbax(
     folder: Path, tensors: Iterator[tuple[str, Parameter]], config: ModelConfig
 ) -> list[int]:
     """Writes all tensors; returns the bytes of each."""
-    import orbax.checkpoint as ocp
+    ocp = orbax()
 
     expected = expected_tensors(config)
     values = {expected[name].path: value for name, value in tensors}
+    total = progress.size(sum(value.nbytes for value in values.values()))
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with progress.work(f"writing {total}"), ocp.StandardCheckpointer() as checkpointer:
             saved = {path: as_saved(value) for path, value in values.items()}
             checkpointer.save((folder / PARAMS).resolve(), nested(saved))
             checkpointer.wait_until_finished()
@@ -267,7 +269,7 @@ def match_metadata(
       CheckpointError: it cannot be read, or its parameters are not those of the model; lists all
         that differ.
     """
-    import orbax.checkpoint as ocp
+    ocp = orbax()
 
     try:
         with ocp.StandardCheckpointer() as checkpointer:
@@ -325,13 +327,18 @@ def restore_params(
       CheckpointError: data that cannot be read, or a tensor that is not finite.
       ValueError: the groups of a quantised one do not divide over the devices.
     """
-    import orbax.checkpoint as ocp
+    ocp = orbax()
 
     module = None if mesh is None else ShardedDecoder(fit(config, mesh), mesh)
 
     target = _targets(parameters, config, dtype, module)
+    total = progress.size(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target)))
     try:
-        with ocp.StandardCheckpointer() as checkpointer, waiting_for_reads():
+        with (
+            progress.work(f"reading {total} of weights"),
+            ocp.StandardCheckpointer() as checkpointer,
+            waiting_for_reads(),
+        ):
             tree = checkpointer.restore((folder / PARAMS).resolve(), target)
     except Exception as error:
         raise CheckpointError(

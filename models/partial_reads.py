@@ -6,7 +6,6 @@ A part is some rows or columns of a tensor, or some experts. What several device
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
-from tqdm import tqdm
 
-from jaxshare import sharding
+from jaxshare import progress, sharding
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.safetensors_files import StoredTensor, opened
-from jaxshare.models.safetensors_io import DTYPES, PROGRESS_BYTES, largest, not_finite
+from jaxshare.models.safetensors_io import DTYPES, largest, not_finite
 from jaxshare.models.tensor_names import ExpectedTensor, Part, kept_dtype
 from jaxshare.models.tensor_parallel import ParamPath, ShardedDecoder, repeats
 
@@ -78,16 +76,13 @@ class PartialReader:
         split = [(tensor, *self._split(tensor, devices)) for tensor in by_size]
         item = jnp.dtype(self.dtype).itemsize
         total = sum(item * _size(part) for _, _, places in split for part in {*places.values()})
-        quiet = total < PROGRESS_BYTES and not sys.stderr.isatty()
-        with tqdm(
-            total=total, desc="reading parts", unit="B", unit_scale=True, disable=quiet, leave=False
-        ) as bar:
+        with progress.work("reading parts of weights", total, "B") as work:
             for tensor, shape, places in split:
                 read: dict[Index, np.ndarray] = {}
                 for part in places.values():
                     if part not in read:
                         read[part] = self._read(tensor, part)
-                        bar.update(item * _size(part))
+                        work.update(item * _size(part))
                 yield tensor.path, shape, {device: read[part] for device, part in places.items()}
 
     def _split(

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from tqdm import tqdm
 
+from jaxshare import progress
 from jaxshare.models.config import FAMILIES, ModelConfig
 from jaxshare.models.quantisation.matching import Quantisation
 from jaxshare.models.safetensors_files import (
@@ -46,8 +45,6 @@ DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 
 CHECK_VARIABLE = "JAXSHARE_CHECK_WEIGHTS"
 """The environment variable that is "off" where parameters may be NaN or infinite."""
-PROGRESS_BYTES = 2**30
-"""Reading this much takes long enough for a progress bar."""
 
 
 def match_tensors(
@@ -309,10 +306,7 @@ def read_tensors(
         return math.prod(tensor.shape) * np.dtype(dtype).itemsize
 
     total = sum(map(size, expected.values()))
-    quiet = total < PROGRESS_BYTES and not sys.stderr.isatty()
-    with tqdm(
-        total=total, desc="reading weights", unit="B", unit_scale=True, disable=quiet, leave=False
-    ) as bar:
+    with progress.work("reading weights", total, "B") as work:
 
         def read(part: Part) -> Parameter:
             with contextlib.ExitStack() as files:
@@ -329,7 +323,7 @@ def read_tensors(
                         f"{stored[part.first_name].file}: {part.layer} cannot be "
                         f"read: {error}; fetch the checkpoint again"
                     ) from error
-            bar.update(value.size if part.is_quantised else value.nbytes)
+            work.update(value.size if part.is_quantised else value.nbytes)
             return value
 
         for name in sorted(expected, key=lambda name: -math.prod(expected[name].shape)):

@@ -4,36 +4,50 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jaxshare.extras import MissingExtraError
 from jaxshare.models.config_fields import ConfigError, first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from jaxshare.models.tokenizer import Tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase | None":
+def read_tokenizer(folder: Path) -> "Tokenizer | Any | None":
     """Reads the tokenizer of a folder, with its chat template; None for a folder without one.
+
+    Returns:
+      A `Tokenizer` for a folder with a tokenizer.json; else what transformers makes of the files.
 
     Raises:
       ValueError: one that cannot be read.
+      MissingExtraError: one without a tokenizer.json, where transformers is not installed.
     """
-    if not any((folder / name).is_file() for name in _FILES):
+    found = [name for name in _FILES if (folder / name).is_file()]
+    if not found:
         return None
 
-    def read() -> "PreTrainedTokenizerBase":
-        from transformers import AutoTokenizer  # here, because it takes seconds
+    def read() -> Any:
+        if found[0] == "tokenizer.json":
+            from jaxshare.models.tokenizer import of_folder  # here, because it takes a moment
 
+            return of_folder(folder)
+        try:
+            from transformers import AutoTokenizer  # here, because it takes seconds
+        except ImportError as error:
+            raise MissingExtraError(
+                f"the tokenizer in {folder} is {found[0]} without a tokenizer.json, which "
+                "transformers reads",
+                "transformers",
+            ) from error
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
     return tried(read, folder)
 
 
-def tried(
-    make: "Callable[[], PreTrainedTokenizerBase | None]", source: Path
-) -> "PreTrainedTokenizerBase | None":
+def tried(make: "Callable[[], Tokenizer | Any | None]", source: Path) -> "Tokenizer | Any | None":
     """Returns the tokenizer that a function makes, if it can be used.
 
     Args:
@@ -55,7 +69,7 @@ def tried(
         if not all(text is None or isinstance(text, str) for text in texts):
             raise ValueError("its chat_template is not a text")
         return tokenizer
-    except ConfigError:
+    except (ConfigError, MissingExtraError):
         raise
     # Many types, from a malformed file to a missing library; a panic of Rust is no Exception.
     except BaseException as error:

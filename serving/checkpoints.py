@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxshare.models.config_fields import first_line
+from jaxshare.models.orbax_package import orbax
 from jaxshare.models.orbax_reading import root_cause, waiting_for_reads
 from jaxshare.paths import make_folder, reason, sync_folder
 from jaxshare.serving import checksums
@@ -63,7 +64,7 @@ class CheckpointStore:
         Raises:
           SaveError: a folder that cannot be written, or that another process has.
         """
-        import orbax.checkpoint as ocp  # here, because it takes a second
+        ocp = orbax()
 
         self.folder, self._replaced, real = Path(folder), False, Path(folder).resolve()
         if former := _newest.pop(real, None):
@@ -132,7 +133,7 @@ class CheckpointStore:
         Raises:
           SaveError: it cannot be written, or the one before it could not.
         """
-        import orbax.checkpoint as ocp
+        ocp = orbax()
 
         with self._save_errors():
             number = 1 + max(self._manager.all_steps(), default=0)
@@ -216,7 +217,7 @@ def _manager(folder: Path, **options: Any) -> Any:
       SaveError: the file that has the times of one is damaged.
       OSError: the folder cannot be written.
     """
-    import orbax.checkpoint as ocp
+    ocp = orbax()
 
     try:
         return ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(**options))
@@ -283,7 +284,7 @@ class SavedCheckpoint:
         Raises:
           SaveError: all are damaged; names the newest.
         """
-        import orbax.checkpoint as ocp
+        ocp = orbax()
 
         damaged: dict[int, SaveError] = {}
         for number in reversed(numbers):
@@ -332,7 +333,7 @@ class SavedCheckpoint:
         Raises:
           SaveError: they cannot be read, or have other shapes or dtypes.
         """
-        import orbax.checkpoint as ocp
+        ocp = orbax()
 
         arrays = {
             name: np.zeros(shape, dtype)
@@ -367,7 +368,7 @@ class SavedCheckpoint:
             ) from error
 
     def _restore(self, **args: Any) -> Any:
-        import orbax.checkpoint as ocp
+        ocp = orbax()
 
         try:
             with waiting_for_reads():

@@ -12,10 +12,11 @@ from jaxshare.decoding.logprobs import BOTH
 from jaxshare.decoding.processors import check_processor, find_processor
 from jaxshare.decoding.sampling_params import check_best_of
 from jaxshare.models import LoadedModel
+from jaxshare.models.chat_rendering import ChatTemplateError
 from jaxshare.quantised_cache import SCALE_BYTES
 from jaxshare.serving.chat.dialogue import checked_messages
 from jaxshare.serving.chat.tools import as_tools
-from jaxshare.serving.chat_template import ChatTemplateError, UnusedToolsError, render_marked
+from jaxshare.serving.chat_template import UnusedToolsError, render_marked
 from jaxshare.serving.grammars.compiled import compile_grammar
 from jaxshare.serving.words import check_length, check_tokens, encode_marked
 from jaxshare.sharding import KV, MODEL_AXES, axis_size

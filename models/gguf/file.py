@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
+from jaxshare.extras import MissingExtraError
 from jaxshare.models.config_fields import cut, first_line
 from jaxshare.models.gguf.blocks import BLOCK_KINDS
 from jaxshare.models.gguf.bounds import BigEndianError, check_bounds
@@ -108,16 +109,15 @@ def read_header(path: Path) -> GGUFFile:
     """Reads the metadata of a file, and the places of its tensors.
 
     Raises:
-      ImportError: the package gguf is not installed.
+      MissingExtraError: the package gguf is not installed.
       CheckpointError: a file that is truncated or corrupt, one of several parts, or tensors of a
         kind that is not read.
     """
     try:
         import gguf  # here, because it is an option
     except ImportError as error:
-        raise ImportError(
-            f"{path} is read with the package gguf, which is not installed: pip install "
-            "'jaxshare[gguf]'"
+        raise MissingExtraError(
+            f"{path} is read with the package gguf, which is not installed", "gguf"
         ) from error
 
     with path.open("rb") as content:

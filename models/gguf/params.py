@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,8 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
-from tqdm import tqdm
 
+from jaxshare import progress
 from jaxshare.models.config import FAMILIES, ModelConfig
 from jaxshare.models.config_fields import cut
 from jaxshare.models.gguf.blocks import quantised_blocks
@@ -153,19 +152,16 @@ def read(
       CheckpointError: a file that became unreadable, or a tensor that is not finite.
     """
     total = sum(int(np.prod(tensor.shape)) for tensor, _ in places.values())
-    quiet = total < _PROGRESS_BYTES and not sys.stderr.isatty()
     params: dict[tuple[str, ...], Any] = {}
     adds_one = architecture_of(file).norms_add_one
-    with tqdm(
-        total=total, desc="reading weights", unit="", unit_scale=True, disable=quiet, leave=False
-    ) as bar:
+    with progress.work("reading weights", total, "numbers") as work:
         for tensor, place in sorted(places.values(), key=lambda each: -np.prod(each[0].shape)):
             path = tensor.path
             less = int(adds_one and path[-1] == "scale")
             value = _value(file, tensor, place, kept_dtype(path, dtype), check, less)
             params[path] = put(path, value) if put else jax.tree.map(jnp.asarray, value)
             jax.block_until_ready(params[path])
-            bar.update(int(np.prod(tensor.shape)))
+            work.update(int(np.prod(tensor.shape)))
     return {"params": nested(params)}
 
 

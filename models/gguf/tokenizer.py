@@ -10,7 +10,7 @@ from jaxshare.models.gguf.file import GGUFFile
 from jaxshare.models.gguf.settings import CONTROL
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from jaxshare.models.tokenizer import Tokenizer
 
 _USER_DEFINED = 4
 """The type of tokens that are found in a text before it is split."""
@@ -51,7 +51,7 @@ _WHOLE_WORDS = frozenset(
 """Those with which a piece that is a token is not merged from its bytes."""
 
 
-def tokenizer_of(file: GGUFFile) -> "PreTrainedTokenizerBase | None":
+def tokenizer_of(file: GGUFFile) -> "Tokenizer | None":
     """Returns the tokenizer of a file, with its chat template; None for a file without one.
 
     Raises:
@@ -150,10 +150,11 @@ def _merges(vocab: dict[str, int], scores: list[float], normal: set[str]) -> lis
 
 def _with_special(
     fields: Fields, made: Any, tokens: list[str], types: list[int], adds_start: bool
-) -> "PreTrainedTokenizerBase":
+) -> "Tokenizer":
     """Adds the tokens that are found whole, those around a text, and the chat template."""
     from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
+
+    from jaxshare.models.tokenizer import Tokenizer
 
     for text, kind in zip(tokens, types, strict=True):
         if kind in (CONTROL, _USER_DEFINED):
@@ -179,9 +180,4 @@ def _with_special(
         single=single, pair=pair, special_tokens=used
     )
     template = fields.take("tokenizer.chat_template", str, None)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-        **special,
-    )
+    return Tokenizer(made, special, template)

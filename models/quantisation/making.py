@@ -6,7 +6,6 @@ model loses.
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
-from tqdm import tqdm
 
+from jaxshare import progress
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.orbax_io import ReadSome
@@ -175,7 +174,7 @@ class Maker:
     def parameters(self) -> Iterator[tuple[str, Value]]:
         """Yields (name, value) of each parameter, quantised or not."""
         layers = self._config.num_layers
-        with tqdm(total=layers, desc="quantising", unit="layer", file=sys.stderr) as bar:
+        with progress.work("quantising", layers, "layers") as work:
             ends = self._part(lambda path: not path[0].startswith("layers_"))
             table = {("embed", "embedding"): ends["embed", "embedding"]}
             made = self._made(ends, {})
@@ -184,7 +183,7 @@ class Maker:
             for layer in range(layers):
                 found, states = self._layer(layer, states)
                 yield from self._named(found)
-                bar.update()
+                work.update()
         if self._text is not None:
             # The final norm's output is what a head gets.
             self._measure(ends, made, states)

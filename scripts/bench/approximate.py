@@ -93,7 +93,7 @@ def rows_of(model: LoadedModel, text: str, tokens: int) -> list[list[int]]:
     """Rows of the end of a text, of at most so many tokens together."""
     assert model.tokenizer is not None
     end = text[int((1 - HELD_OUT) * len(text)) :]
-    ids = model.tokenizer(end, add_special_tokens=False, verbose=False)["input_ids"][:tokens]
+    ids = model.tokenizer.encode(end, add_special_tokens=False, verbose=False)[:tokens]
     return [ids[at : at + LENGTH] for at in range(0, len(ids) - LENGTH + 1, LENGTH)]
 
 

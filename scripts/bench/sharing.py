@@ -229,7 +229,7 @@ def _measure_rule(options: Options, model: LoadedModel, say: attention.Say) -> l
     scale, rules = options.scale, {"default": sharing_cost.DEFAULT}
     if not options.quick:
         say("cost rule: calibrate")
-        rules["calibrated"] = calibration.calibrate(model, progress=list)[0]
+        rules["calibrated"] = calibration.calibrate(model)[0]
     return decoding.measure_rule(
         model,
         scale.rule_rows,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jaxshare import Grammar
 from jaxshare.argument_checks import INT64_MAX, as_float, as_integer, shown
+from jaxshare.extras import MissingExtraError
 from jaxshare.serving.agents.errors import AgentError
 from jaxshare.serving.agents.loop_thread import LoopThread
 from jaxshare.serving.agents.requests import ModelCall, Options, Reply
@@ -266,9 +267,8 @@ def _package() -> Any:
     try:
         import openai  # here, because it takes half a second and is optional
     except ImportError:
-        raise ImportError(
-            "OpenAIModel takes the package openai, which is not installed: pip install "
-            "'jaxshare[openai]'"
+        raise MissingExtraError(
+            "OpenAIModel takes the package openai, which is not installed", "openai"
         ) from None
     return openai
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
+from jaxshare.extras import MissingExtraError
 from jaxshare.serving.agents.errors import AgentError
 from jaxshare.serving.agents.loop_thread import LoopThread
 from jaxshare.serving.chat import FunctionTool
@@ -350,8 +351,8 @@ def _package() -> Any:
     try:
         import mcp  # here, because it takes a second and is optional
     except ImportError:
-        raise ImportError(
-            "MCPServer takes the package mcp, which is not installed: pip install 'jaxshare[mcp]'"
+        raise MissingExtraError(
+            "MCPServer takes the package mcp, which is not installed", "mcp"
         ) from None
     return mcp
 

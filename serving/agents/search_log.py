@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxshare.extras import MissingExtraError
 from jaxshare.models.config_fields import first_line
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
@@ -443,8 +444,7 @@ def empty_figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure  # here, because only pictures need it
     except ImportError as error:
-        raise ImportError(
-            "pictures are drawn with matplotlib, which is not installed: pip install "
-            "'jaxshare[plot]'"
+        raise MissingExtraError(
+            "pictures are drawn with matplotlib, which is not installed", "plot"
         ) from error
     return Figure(figsize=(width, height), dpi=90, layout="constrained")

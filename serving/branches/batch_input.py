@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxshare import Grammar, Sampler
 from jaxshare.models import LoadedModel
+from jaxshare.models.chat_rendering import ChatTemplateError, SlowTemplateError
 from jaxshare.serving.branches.prompt_tree import MAX_COMPLETIONS, Branch, read_prompts
-from jaxshare.serving.chat_template import ChatTemplateError, SlowTemplateError, render_marked
+from jaxshare.serving.chat_template import render_marked
 from jaxshare.serving.inputs import check_context, check_messages, check_sampler, encode
 from jaxshare.serving.words import encode_marked
 

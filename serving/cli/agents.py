@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshare import models
+from jaxshare import models, progress
 from jaxshare.paths import check_file, check_folder, reason, whole_file
 from jaxshare.serving.agents import profile_pictures
 from jaxshare.serving.agents.agent import Agent
@@ -140,8 +140,10 @@ def _run(options: argparse.Namespace, engine: dict[str, Any], journal: Journal |
     agent_run: AgentRun | None = None
     error: Exception | None = None
     questions: tuple[OpenQuestion, ...] = ()
+    talks = options.stream or person is not None  # on the same terminal
     try:
-        agent_run = asyncio.run(runtime.run(module.AGENT, *args))
+        with progress.DISPLAY.lines(talks), progress.work(f"running agent {module.AGENT.name}"):
+            agent_run = asyncio.run(runtime.run(module.AGENT, *args))
     except PausedError as paused:
         questions = paused.questions
     except Exception as raised:

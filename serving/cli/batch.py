@@ -22,9 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
-from jaxshare import Sampler
+from jaxshare import Sampler, progress
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file
 from jaxshare.serving import jsonl
@@ -345,21 +343,23 @@ def _sample(
 ) -> None:
     """Writes completions to the file as they finish."""
     done, max_tokens = before, options.max_new_tokens
-    with tqdm(
-        total=(total - before) * max_tokens,
-        unit=" tokens",
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    at_most = (total - before) * max_tokens
+    with progress.work("prefill") as work:
+
+        def show(engine: Any) -> None:
+            if engine.sampled_tokens:
+                work.turn_to("decoding", at_most, "tokens")
+                work.done = engine.sampled_tokens
+
         try:
-            for completion in engine.stream(on_pass=lambda e: bar.update(e.sampled_tokens - bar.n)):
+            for completion in engine.stream(on_pass=show):
                 jsonl.append(file, _result(completion, items, options), AGAIN)
                 done += 1
                 # A completion that stops early leaves less to do.
-                bar.total -= max_tokens - len(completion.tokens)
-                bar.set_postfix_str(f"{done}/{total} completions", refresh=False)
+                at_most -= max_tokens - len(completion.tokens)
+                work.total, work.note = at_most, f"{done} of {total} completions"
         except KeyboardInterrupt:
-            bar.close()
+            work.close()
             print(
                 f"{done} of {total} completions are in {options.output}; --resume goes on with "
                 "the job",

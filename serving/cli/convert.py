@@ -159,8 +159,8 @@ def _text(source: Path, options: argparse.Namespace) -> Text | None:
     tokenizer = outline(source).tokenizer
     if tokenizer is None:
         raise ValueError(f"{source} has no tokenizer to read --text with; do without --text")
-    tokens: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    before: Any = tokenizer("")["input_ids"]
+    tokens: Any = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    before: Any = tokenizer.encode("")
     return Text.of(tokens, before, ModelConfig.from_json(source), limit)
 
 

@@ -5,6 +5,7 @@ It runs one, two and four workers and sixteen branches, live on the terminal.
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import random
@@ -19,7 +20,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from jaxshare import Sampler, models
+from jaxshare import Sampler, models, progress
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.generate import Completions, generate
@@ -109,11 +110,12 @@ def run_demo(model: LoadedModel, seed: int, console: Console) -> dict:
     console.print(Panel(problem.prompt(), title="the problem", title_align="left"))
 
     groups = _run_workers(model, problem, console)
-    copies = {
-        count: _session(model, problem, worker_names(count), implementation="reference").run()
-        for count in _WORKERS
-        if count > 1
-    }
+    with progress.work("running the workers without sharing"):
+        copies = {
+            count: _session(model, problem, worker_names(count), implementation="reference").run()
+            for count in _WORKERS
+            if count > 1
+        }
     prompt = _few_shot_prompt(model, problem, seed)
     sampled = _sample_branches(model, problem, prompt, seed, console)
     vote = _vote([c.text for c in sampled.completions])
@@ -242,8 +244,10 @@ def _branches_line(model: LoadedModel, prompt: list[int], seed: int, sampled: Co
     same.
     """
     equal = [prompt] * _BRANCHES
-    shared = generate(model, equal, sampler=Sampler(), share=True, **_branch_settings(seed))
-    unshared = generate(model, equal, sampler=Sampler(), share=False, **_branch_settings(seed))
+    settings = _branch_settings(seed)
+    with progress.work("running the branches with and without sharing"):
+        shared = generate(model, equal, sampler=Sampler(), share=True, **settings)
+        unshared = generate(model, equal, sampler=Sampler(), share=False, **settings)
     return Line(
         f"{_BRANCHES} branches",
         shared.passes,
@@ -265,9 +269,11 @@ class _BranchAnswers:
         self.problem, self.console = problem, console
         self.texts: dict[int, str] = {}
         self.live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._lines = contextlib.ExitStack()
 
     def __enter__(self) -> "_BranchAnswers":
         if self.live:
+            self._lines.enter_context(progress.DISPLAY.lines())
             self.live.start()
         return self
 
@@ -297,6 +303,7 @@ class _BranchAnswers:
     def __exit__(self, *_) -> None:
         if self.live:
             self.live.stop()
+        self._lines.close()
 
 
 def _num_right(text: str, problem: SumsProblem) -> int:

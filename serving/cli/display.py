@@ -1,5 +1,6 @@
 """The terminal output of commands while they run."""
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from jaxshare import progress
 from jaxshare.serving.workers.text.transcript import Event
 
 _FRAME = 4
@@ -24,9 +26,11 @@ class Streams:
             if console.is_terminal
             else None
         )
+        self._lines = contextlib.ExitStack()
 
     def __enter__(self) -> "Streams":
         if self.live:
+            self._lines.enter_context(progress.DISPLAY.lines())
             self.live.start()
         return self
 
@@ -54,6 +58,7 @@ class Streams:
     def __exit__(self, *_: object) -> None:
         if self.live:
             self.live.stop()
+        self._lines.close()
         self.console.print(self._view())
 
 

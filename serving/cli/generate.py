@@ -6,8 +6,7 @@ import json
 import sys
 from typing import Any
 
-from tqdm import tqdm
-
+from jaxshare import progress
 from jaxshare.decoding.logprobs import RAW
 from jaxshare.serving.branches.generate import Completions
 from jaxshare.serving.branches.generate import generate as generate_completions
@@ -125,21 +124,17 @@ def _complete(
     """
     sampler = dataclasses.replace(default_sampler(model), **sampling)
     pending_notes = first
-    with tqdm(
-        total=options.n * options.max_new_tokens,
-        unit=" tokens",
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    with progress.work("prefill") as work:
 
         def show(branches: Any) -> None:
             nonlocal pending_notes
             if pending_notes and process_mesh.speaks():
                 for note in branches.notes:
-                    bar.write(f"jaxshare: {note}", file=sys.stderr)
+                    progress.DISPLAY.say(f"jaxshare: {note}")
             pending_notes = False
-            bar.n = branches.sampled_tokens
-            bar.refresh()
+            if branches.sampled_tokens:
+                work.turn_to("decoding", options.n * options.max_new_tokens, "tokens")
+                work.done = branches.sampled_tokens
 
         result = generate_completions(
             model,

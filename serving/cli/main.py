@@ -9,10 +9,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from tqdm import tqdm
-
-from jaxshare import __version__, compile_cache
+from jaxshare import __version__, compile_cache, progress
 from jaxshare.compile_time import reported_compiles
+from jaxshare.extras import MissingExtraError
 from jaxshare.paths import DISK_ERRORS, WriteError
 from jaxshare.serving.cli import (
     agents,
@@ -101,7 +100,14 @@ _COMMANDS = (
 
 _PIPE_CLOSED = 128 + 13
 """The exit code of a program whose output is read no more, as shells have it."""
-_MENDABLE = (ValueError, FileNotFoundError, NotImplementedError, SamplingError, WriteError)
+_MENDABLE = (
+    ValueError,
+    FileNotFoundError,
+    NotImplementedError,
+    MissingExtraError,
+    SamplingError,
+    WriteError,
+)
 """The errors that the user can mend."""
 
 
@@ -116,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command_parser().parse_args(given, argparse.Namespace(args=args))
     try:
         compile_cache.enable(getattr(options, "compile_cache", None))
-        with reported_compiles(_say):
+        with progress.DISPLAY.session("quiet" in options), reported_compiles():
             code = options.run(options)
             sys.stdout.flush()  # here, where a full disk is said in a sentence
             return code
@@ -155,12 +161,8 @@ def _close_stdout() -> None:
             sys.stdout.close()
 
 
-def _say(line: str) -> None:
-    tqdm.write(f"jaxshare: {line}", file=sys.stderr)  # above a progress bar, if there is one
-
-
 class _Parser(argparse.ArgumentParser):
-    """A parser whose commands take --debug and --compile-cache at any depth."""
+    """A parser whose commands take --debug, --quiet and --compile-cache at any depth."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
@@ -171,6 +173,12 @@ class _Parser(argparse.ArgumentParser):
             action="store_true",
             default=argparse.SUPPRESS,
             help="show the traceback of an error",
+        )
+        self.add_argument(
+            "--quiet",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help=f"no progress on stderr (also: {progress.VARIABLE}=off)",
         )
         self.add_argument(
             "--compile-cache",

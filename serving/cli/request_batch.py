@@ -18,9 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
-from jaxshare import models
+from jaxshare import models, progress
 from jaxshare.paths import check_file
 from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.cli import arguments, batch_output
@@ -227,14 +225,14 @@ def _answer(
     done = total - len(lines)
     with (
         Engine(model, max_rows=rows, max_queue=2 * rows, seed=options.seed, **memory) as engine,
-        tqdm(total=total, initial=done, unit=" lines", disable=not sys.stderr.isatty()) as bar,
+        progress.work("answering", total, "lines", done) as work,
     ):
         try:
-            asyncio.run(_answer_all(engine, names, options.seed, lines, 2 * rows, file, bar))
+            asyncio.run(_answer_all(engine, names, options.seed, lines, 2 * rows, file, work))
         except KeyboardInterrupt:
-            bar.close()
+            work.close()
             print(
-                f"{bar.n} of {total} lines are answered in {options.output}; --resume goes on "
+                f"{work.done} of {total} lines are answered in {options.output}; --resume goes on "
                 "with the job",
                 file=sys.stderr,
             )
@@ -248,7 +246,7 @@ async def _answer_all(
     lines: Sequence[BatchLine],
     at_once: int,
     file: BinaryIO,
-    bar: tqdm,
+    work: progress.Activity,
 ) -> None:
     # Here, because they need packages of the extra `serve`.
     from jaxshare.serving.http.batches.answering import answer
@@ -265,7 +263,7 @@ async def _answer_all(
         finally:
             slots.release()
         jsonl.append(file, found.as_json(), AGAIN)
-        bar.update()
+        work.update()
 
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jaxshare import progress
 from jaxshare.decoding.logprobs import PROCESSED, RAW
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.cluster import process_mesh
@@ -78,7 +79,10 @@ def run(options: argparse.Namespace) -> int:
     sampler = None
     if options.logprobs == PROCESSED:
         sampler = dataclasses.replace(default_sampler(model), **sampling)
-    scores = score(model, prefix, candidates, top_logprobs=options.top_logprobs, sampler=sampler)
+    with progress.work(f"scoring {len(candidates):,} candidates"):
+        scores = score(
+            model, prefix, candidates, top_logprobs=options.top_logprobs, sampler=sampler
+        )
     if options.json:
         found = [
             {"text": text, **_as_json(one)} for text, one in zip(candidates, scores, strict=True)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from jaxshare import progress
 from jaxshare.models.sources import described
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, tiles_file
@@ -127,17 +126,13 @@ def _measure(
     backends = [options.backend] if options.backend else [*KINDS]
     outcomes: list[TuningOutcome] = []
     save_error: OSError | None = None
-    with tqdm(
-        total=kernels.num_measurements(shape, device, rows, backends),
-        unit=" kernels",
-        leave=False,
-        disable=None,
-    ) as bar:
+    total = kernels.num_measurements(shape, device, rows, backends)
+    with progress.work("measuring", total, "kernels") as work:
         effort = QUICK if options.quick else Effort()
         # Each result is saved at once, so that ending the program early loses no more than the
         # measurement in progress.
         for outcome in kernels.tune(
-            shape, device, rows, backends, effort, kernels.prepare, bar.update
+            shape, device, rows, backends, effort, kernels.prepare, work.update
         ):
             outcomes.append(outcome)
             try:

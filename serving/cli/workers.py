@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from tqdm import tqdm
 
-from jaxshare import FinishReason
+from jaxshare import FinishReason, progress
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file, check_folder, reason
 from jaxshare.serving.checkpoints import SaveError, has_checkpoints
@@ -352,18 +351,12 @@ def _run_session(
     """Runs the session and shows what workers write; its result, and the errors of its saves."""
     with (
         Streams(session.names, console) as streams,
-        tqdm(
-            total=options.budget,
-            initial=session.passes,
-            unit=" passes",
-            leave=False,
-            disable=console.is_terminal or not sys.stderr.isatty(),
-        ) as bar,
+        progress.work("decoding", options.budget, "passes", session.passes) as work,
     ):
 
         def show(event: Event) -> None:
             streams.show(event)
-            bar.update(session.passes - bar.n)
+            work.done = session.passes
             if probe:
                 probe(event)
 

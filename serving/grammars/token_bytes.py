@@ -3,22 +3,19 @@
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 _DECODERS = {"ByteLevel", "ByteFallback", "Metaspace", "Replace", "Fuse", "Strip"}
 """Decoders that work on one piece at a time; Fuse and Strip touch only the start or the end of a
 whole text."""
 
 
-def token_bytes(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> list[bytes]:
+def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """The bytes that each token adds to a text that has begun.
 
     Args:
-      tokenizer: of Hugging Face, and of its tokenizers library: byte-level, SentencePiece-style, or
-        any other that can decode.
+      tokenizer: a `Tokenizer`, or one of transformers with a backend of the tokenizers library:
+        byte-level, SentencePiece-style, or any other that can decode.
       vocab_size: V of the model. Tokens that are not in the tokenizer add no bytes, nor do special
         tokens.
 

@@ -59,7 +59,7 @@ def _vocabulary(tokenizer: Any, vocab_size: int, stops: tuple[int, ...]) -> Gram
     # Places at the end that the tokenizer does not use would be looked at for every mask.
     used = max((number for number, token in enumerate(tokens) if token), default=0)
     known = tokens[: max(used, *stops) + 1]
-    wrapped = llguidance.TokenizerWrapper(_Tokenizer(tokenizer, known, stops))
+    wrapped = llguidance.TokenizerWrapper(_TokenizerAdapter(tokenizer, known, stops))
     reader = llguidance.LLTokenizer(wrapped, eos_token=[*stops])
     return GrammarVocabulary(tokens, stops, reader)
 
@@ -69,7 +69,7 @@ def _bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
     return token_bytes(tokenizer, vocab_size)
 
 
-class _Tokenizer:
+class _TokenizerAdapter:
     """A tokenizer in the form that llguidance asks for."""
 
     bos_token_id = None

@@ -7,15 +7,14 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from tqdm import tqdm
 
-from jaxshare import KVCache, Layout, Plan, block_attention, make_plan
+from jaxshare import KVCache, Layout, Plan, block_attention, make_plan, progress
 from jaxshare.models import LoadedModel
 from jaxshare.quantised_cache import Arena, as_stored
 from jaxshare.serving.inputs import cache_dtype
@@ -50,7 +49,6 @@ def calibrate(
     model: LoadedModel,
     rows: Sequence[int] = ROWS,
     prefixes: Sequence[int] = PREFIXES,
-    progress: Callable[[Iterable], Iterable] = tqdm,
 ) -> tuple[Costs, list[Timing]]:
     """Measures one attention layer over shared and copied prefixes, and fits the cost model.
 
@@ -61,7 +59,7 @@ def calibrate(
       The costs, and the measurements they were fitted to.
     """
     points = []
-    for count, prefix in progress([*itertools.product(rows, prefixes)]):
+    for count, prefix in progress.each([*itertools.product(rows, prefixes)], "measuring", "points"):
         runs = {shared: _attention(model, count, prefix, shared) for shared in (True, False)}
         times: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(_ROUNDS):

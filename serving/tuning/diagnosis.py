@@ -32,6 +32,8 @@ EXTRAS = {
     "evaluate": "comparing answers to problems in mathematics",
     "plot": "pictures",
     "gguf": "GGUF files",
+    "orbax": "models and checkpoints in Orbax form",
+    "transformers": "tokenizers without a tokenizer.json",
     "openai": "agents on models behind OpenAI's interface",
     "mcp": "agents with the tools of MCP servers",
     "ray": "replicas on several machines",

@@ -8,10 +8,11 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxshare import compile_cache
+from jaxshare import compile_cache, progress
 from jaxshare.compile_time import reported_compiles
 
 PROGRAM = """
@@ -127,10 +128,15 @@ def test_a_folder_that_cannot_be_written_is_refused_if_it_was_asked_for(undecide
 
 
 def test_a_program_that_takes_long_to_compile_is_reported_while_it_does():
-    said, compiling, now = [], threading.Event(), time.time()
+    compiling, now = threading.Event(), time.time()
+    said: list[tuple[str, bool]] = []
 
-    def write(line):
-        said.append((line, compiling.is_set()))
+    class Listed(progress.Display):
+        def begin(self, what, *rest):
+            said.append((what, compiling.is_set()))
+            return super().begin(what, *rest)
+
+    display = Listed(lambda: None)
 
     def many_steps(x):
         x = x * now  # so that it is in no cache
@@ -139,12 +145,26 @@ def test_a_program_that_takes_long_to_compile_is_reported_while_it_does():
         return x
 
     traced = jax.jit(many_steps).lower(jnp.ones((4, 4)))
-    with reported_compiles(write, after=0.02):
+    with reported_compiles(display):
         compiling.set()
         traced.compile()
         compiling.clear()
-    assert said == [("compiling many_steps ...", True)]
-    with reported_compiles(write, after=10):
-        jax.jit(lambda x: x + 1)(jnp.ones(3))
-        time.sleep(0.05)
-    assert len(said) == 1
+    assert said == [("compiling many_steps", True)] and not display.under_way
+
+    @jax.jit
+    def inner(x):
+        return x * now
+
+    said.clear()
+    ones = np.ones(3, np.float32)
+    with reported_compiles(display):
+        jax.jit(lambda x: inner(x) + 1).lower(ones)
+        with pytest.raises(ZeroDivisionError):
+            jax.jit(lambda x: 1 // 0).lower(ones)
+        inner(ones)
+    names = [what for what, _ in said]
+    # Tracing and lowering; the trace of the inner function is a part of the outer one's.
+    assert names[:3] == ["compiling <lambda>"] * 3 and "compiling inner" in names[3:]
+    assert not display.under_way
+    traced.compile()
+    assert [what for what, _ in said] == names

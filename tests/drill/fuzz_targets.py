@@ -26,10 +26,10 @@ import numpy as np
 import safetensors.numpy
 
 from jaxshare import Sampler
-from jaxshare.models import EMBEDDED, outline, tokenizer_files
+from jaxshare.models import EMBEDDED, chat_rendering, outline, tokenizer_files
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.safetensors_files import INDEX, SINGLE, stored_tensors
-from jaxshare.serving import chat_template, checksums
+from jaxshare.serving import checksums
 from jaxshare.serving.agents.journal import Journal
 from jaxshare.serving.agents.search_log import SearchLog
 from jaxshare.serving.branches.batch_input import read_input
@@ -250,7 +250,7 @@ def _of_arrays(value: Any) -> bytes:
 def _read_template(folder: Path) -> Any:
     template = (folder / "chat_template.jinja").read_bytes().decode("utf-8", "surrogateescape")
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    return chat_template.render(template, messages, {"bos_token": "<s>"})
+    return chat_rendering.render(template, messages, {"bos_token": "<s>"})
 
 
 @functools.cache
@@ -405,7 +405,7 @@ def wrong(kind: str, folder: Path, content: bytes) -> str:
 
 def main() -> None:
     """Answers requests {"kind", "folder", "file"} with {"wrong"}, one in a line each."""
-    chat_template.RENDER_SECONDS = 1.0
+    chat_rendering.RENDER_SECONDS = 1.0
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that are no Python write there, too
     is_limited = False

@@ -10,7 +10,7 @@ import sys
 import hypothesis
 import pytest
 
-from jaxshare.serving import chat_template
+from jaxshare.models import chat_rendering
 from scripts.drill import fuzz, reader
 from tests.drill.fuzz_targets import TARGETS, Target, wrong
 from tests.paths import ROOT
@@ -31,7 +31,7 @@ QUICK = [kind for kind in TARGETS if kind != "checkpoint"]
     ],
 )
 def test_what_once_failed(tmp_path, monkeypatch, file):
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 1.0)
     assert not wrong(file.parent.name, tmp_path, file.read_bytes())
 
 

@@ -14,7 +14,6 @@ FOLDERS = {"jaxshare": "jaxshare", "jaxshare.models": "models", "jaxshare.servin
 SHARED = (
     "inputs",
     "chat_template",
-    "chat_template_process",
     "words",
     "errors",
     "checkpoints",

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxshare.models import chat_rendering
+from jaxshare.models.chat_rendering import ChatTemplateError, SlowTemplateError, render
 from jaxshare.serving import chat_template
-from jaxshare.serving.chat_template import ChatTemplateError, SlowTemplateError, render
 from tests.serving.test_words import said, tokenizer
 
 FEATURES = (
@@ -72,7 +73,7 @@ def test_a_template_that_takes_too_much_is_refused_and_the_next_one_runs(kind):
 
 
 def test_a_template_that_never_ends_is_refused_in_time(monkeypatch):
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.3)
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.3)
     with pytest.raises(SlowTemplateError, match="takes more than"):
         render(ENDLESS, one(), {})
     monkeypatch.undo()
@@ -96,7 +97,7 @@ def test_threads_get_their_own_answers():
 
 def test_a_process_that_has_died_is_replaced():
     render("a", one(), {})
-    process = chat_template._renderer()._process
+    process = chat_rendering._renderer()._process
     process.kill()
     process.wait()
     assert render("a", one(), {}) == "a"

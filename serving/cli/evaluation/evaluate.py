@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
+from jaxshare import progress
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.serving.cli import arguments
@@ -258,15 +257,11 @@ def _execute(
     """
     refused: dict[str, str] = {}
     passes = 0
-    with tqdm(
-        total=sum(spec.budgets[-1] for spec in specs),
-        unit=" passes",
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
+    planned = sum(spec.budgets[-1] for spec in specs)
+    with progress.work("evaluating", planned, "passes") as work:
 
         def show(passes_of_run: int) -> None:
-            bar.update(passes + passes_of_run - bar.n)
+            work.done = passes + passes_of_run
 
         try:
             for spec, run in execute(specs, show):
@@ -279,12 +274,12 @@ def _execute(
                 elif spec.problem not in refused:
                     refused[spec.problem] = str(run)
                     label = runs.label(spec.method, spec.workers)
-                    print(f"problem {spec.problem}, {label}: {run}", file=sys.stderr)
-                bar.total -= spec.budgets[-1] - taken  # a run that ends early leaves less to do
-                bar.set_postfix_str(f"{len(made)}/{total} runs", refresh=False)
+                    progress.DISPLAY.say(f"problem {spec.problem}, {label}: {run}")
+                planned -= spec.budgets[-1] - taken  # a run that ends early leaves less to do
+                work.total, work.note = planned, f"{len(made)} of {total} runs"
                 show(0)
         except KeyboardInterrupt:
-            bar.close()
+            work.close()
             print(f"{len(made)} of {total} runs are in {folder / RUNS}; {AGAIN}", file=sys.stderr)
             raise
     return refused

@@ -19,8 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tqdm import tqdm
-
+from jaxshare import progress
 from jaxshare.paths import check_folder
 from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.cli import arguments
@@ -220,13 +219,7 @@ def _grade(
     """Requests gradings and writes them as they come in."""
     gradings = []
     try:
-        for (*_, number), run in tqdm(
-            pending.items(),
-            "judging",
-            unit=" gradings",
-            leave=False,
-            disable=not sys.stderr.isatty(),
-        ):
+        for (*_, number), run in progress.each(pending.items(), "judging", "gradings"):
             gradings.append(judge.grade(endpoint, run, number, tokens))
             jsonl.append(file, dataclasses.asdict(gradings[-1]), _AGAIN, sync=True)
     except (JudgeError, KeyboardInterrupt) as error:

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from jaxshare import progress
 from jaxshare.paths import WriteError, whole_file
 from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.evaluation import folder as evaluation_folder
@@ -120,13 +119,8 @@ def mark(task: Task, made: Sequence[Run], limits: Limits) -> list[Score]:
     scores = []
     with Mathematician() as mathematician:
         scorer = Scorer(task.problems, mathematician, limits)
-        for run in tqdm(
-            sorted(made, key=lambda run: (order[run.problem], run.number, run.workers)),
-            "marking",
-            unit=" runs",
-            leave=False,
-            disable=not sys.stderr.isatty(),
-        ):
+        in_order = sorted(made, key=lambda run: (order[run.problem], run.number, run.workers))
+        for run in progress.each(in_order, "marking", "runs"):
             scores += scorer.score(run)
     return scores
 

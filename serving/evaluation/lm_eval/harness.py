@@ -10,8 +10,9 @@ import jax
 from jaxshare import models
 from jaxshare.argument_checks import INT32_MAX, as_integer, shown
 from jaxshare.models import LoadedModel
+from jaxshare.models.chat_rendering import ChatTemplateError
 from jaxshare.quantised import is_quantised
-from jaxshare.serving.chat_template import ChatTemplateError, render_with
+from jaxshare.serving.chat_template import render_with
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation.lm_eval.generation import generate_answers
 from jaxshare.serving.evaluation.lm_eval.texts import HarnessTexts, prefix_token

@@ -11,8 +11,8 @@ from typing import Any
 
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
-from tqdm import tqdm
 
+from jaxshare import progress
 from jaxshare.models import LoadedModel
 from jaxshare.serving.evaluation.lm_eval.harness import Harness
 
@@ -98,9 +98,9 @@ class JaxshareLM(LM):
         return found
 
 
-def _bar(total: int, kind: str) -> tqdm:
-    return tqdm(total=total, desc=f"Running {kind} requests")
+def _bar(total: int, kind: str) -> progress.Activity:
+    return progress.work(f"running {kind} requests", total, "requests")
 
 
-def _to(bar: tqdm, done: int) -> None:
-    bar.update(done - bar.n)
+def _to(bar: progress.Activity, done: int) -> None:
+    bar.done = done

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxshare.extras import MissingExtraError
 from jaxshare.serving.workers.inspection.probe import Snapshot
 
 if TYPE_CHECKING:
@@ -98,9 +99,8 @@ def _figure(height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure  # here, because only pictures need it
     except ImportError as error:
-        raise ImportError(
-            "pictures are drawn with matplotlib, which is not installed: pip install "
-            "'jaxshare[plot]'"
+        raise MissingExtraError(
+            "pictures are drawn with matplotlib, which is not installed", "plot"
         ) from error
     return Figure(figsize=(9.0, height), dpi=90, layout="constrained")
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxshare.models import ConfigError, LoadedModel
+from jaxshare.models.chat_rendering import ChatTemplateError
 from jaxshare.models.config_fields import REQUIRED, Fields
-from jaxshare.serving.chat_template import ChatTemplateError, render_with
+from jaxshare.serving.chat_template import render_with
 from jaxshare.serving.words import encode_marked, mark, unmark
 from jaxshare.serving.workers.prompts.texts import ALONE, EXAMPLES, RULES, SUGGESTIONS, TASK
 

@@ -3,19 +3,16 @@
 import functools
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxshare.serving.grammars.token_bytes import token_bytes
 from jaxshare.serving.words import check_tokens, encode_marked, mark
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Codec:
     """Text to tokens and back, for texts within a longer text."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", vocab_size: int):
+    def __init__(self, tokenizer: Any, vocab_size: int):
         self.tokenizer = tokenizer
         self.vocabulary = token_bytes(tokenizer, vocab_size)
 
@@ -69,9 +66,7 @@ def _mark_name(codec: Codec, name: str, template: str) -> str:
     return codec.mark(name)
 
 
-def check_separator(
-    separator: str, tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[bytes]
-) -> None:
+def check_separator(separator: str, tokenizer: Any, tokens: Sequence[bytes]) -> None:
     """Raises ValueError if encoding loses the separator.
 
     Args:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxshare.models.chat_rendering import ChatTemplateError
 from jaxshare.serving.chat import ChatAnswer, ToolCall, chat_format, parse_answer
-from jaxshare.serving.chat_template import ChatTemplateError, render_marked
+from jaxshare.serving.chat_template import render_marked
 from jaxshare.serving.inputs import encode_messages
 from jaxshare.serving.words import unmark
 from tests.serving.chat.templates import (

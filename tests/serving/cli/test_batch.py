@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from jaxshare import FinishReason, Sampler
-from jaxshare.models import Generation
-from jaxshare.serving import chat_template, checksums
+from jaxshare import FinishReason, Sampler, progress
+from jaxshare.models import Generation, chat_rendering
+from jaxshare.serving import checksums
 from jaxshare.serving.branches.batch_input import read_input
 from jaxshare.serving.cli import arguments, batch
 from jaxshare.serving.engine.completion import Completion
@@ -505,7 +505,7 @@ def test_a_job_of_too_many_completions_is_refused(job):
 
 
 def test_a_template_that_never_ends_stops_the_job_once(job, monkeypatch):
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(chat_rendering, "RENDER_SECONDS", 0.2)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     bad = type("Endless", (Tokenizer,), {"chat_template": endless})
     with pytest.raises(ValueError, match=r"cannot be used for line 1: it takes more than"):
@@ -1070,7 +1070,8 @@ def test_a_terminal_gets_a_progress_bar(job, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # no thread that outlives the test
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "_REDRAW", 0.02)
     job(
         LINES,
         "--max-new-tokens",

@@ -1,5 +1,6 @@
 """The command line: what it prints, and one clear sentence and a non-zero exit for each mistake."""
 
+import io
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare import models
+from jaxshare import models, progress
 from jaxshare.serving.cli import main
 from tests.helpers import folder_of_first_layers
 
@@ -53,6 +54,21 @@ def test_generate_prints_completions(capsys):
     assert "47+38" in out
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_terminal_has_progress_on_stderr_but_with_quiet(monkeypatch, capsys, shallow, quiet):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    monkeypatch.setattr(progress, "_REDRAW", 0.001)
+    options = ("--prompt", "1. 47 + 38", *SHAPE, "--temperature", "0.7", "--json")
+    assert main.main(["generate", shallow, *options, *["--quiet"] * quiet]) == 0
+    shown = screen.getvalue()
+    assert shown[-1:] in ("K", "\n")  # nothing is left of the line
+    assert ("prefill: " in shown or "decoding: " in shown) is ("\x1b" in shown) is not quiet
+    assert len(json.loads(capsys.readouterr().out)["completions"]) == 2
+
+
 @pytest.mark.slow
 def test_generate_says_what_it_chose_and_warns_of_equal_texts(shallow):
     """On stderr, in plain sentences, as a user's own process shows them."""
@@ -74,7 +90,7 @@ def test_generate_says_what_it_chose_and_warns_of_equal_texts(shallow):
         text=True,
         check=True,
     )
-    equal, rows, costs = (line for line in done.stderr.splitlines() if "compiling" not in line)
+    equal, rows, costs = done.stderr.splitlines()
     assert (
         equal.startswith("all 2 completions of a prompt will be equal, because temperature 0")
         and "such as 0.7" in equal

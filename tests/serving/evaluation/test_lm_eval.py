@@ -4,6 +4,7 @@ The requests and results are in fixtures/lm_eval, written by scripts/lm_eval/mak
 `make lm-eval` runs lm_eval itself. Here a stand-in has what jaxshare uses of it.
 """
 
+import copy
 import dataclasses
 import functools
 import importlib
@@ -14,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from jaxshare import Sampler
 from jaxshare.models import Generation, LoadedModel
-from jaxshare.serving.chat_template import ChatTemplateError
+from jaxshare.models.chat_rendering import ChatTemplateError
 from jaxshare.serving.evaluation.lm_eval.__main__ import main
 from jaxshare.serving.evaluation.lm_eval.generation import HarnessSettings
 from jaxshare.serving.evaluation.lm_eval.harness import Harness
@@ -225,7 +227,7 @@ CHAT = [
 
 
 def test_chats_are_rendered_as_transformers_does():
-    tokenizer = harness().texts.model.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "model")
     whole = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
     assert harness().render(CHAT[:2]) == whole
     going_on = tokenizer.apply_chat_template(CHAT, tokenize=False, continue_final_message=True)
@@ -237,7 +239,7 @@ def test_chats_are_rendered_as_transformers_does():
 
 def with_template(template: str) -> Harness:
     model = harness().texts.model
-    tokenizer = type(model.tokenizer).from_pretrained(FOLDER / "model")
+    tokenizer = copy.deepcopy(model.tokenizer)
     tokenizer.chat_template = template
     texts = dataclasses.replace(
         harness().texts, model=dataclasses.replace(model, tokenizer=tokenizer)

@@ -1,7 +1,7 @@
 """The process that renders chat templates.
 
 It is separate because a template is a program from a checkpoint, and may take all time and all
-memory. Run by `chat_template.render`. Reads JSON lines {"template", "variables"}, and answers each
+memory. Run by `chat_rendering.render`. Reads JSON lines {"template", "variables"}, and answers each
 with {"text"} or {"error"}. Imports nothing of jaxshare, so that it starts quickly.
 
 Templates see what transformers gives them (`apply_chat_template`): its filters, its functions, and

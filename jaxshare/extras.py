@@ -1,0 +1,15 @@
+"""Packages that only some uses need, the extras of `pip install`."""
+
+
+class MissingExtraError(ImportError):
+    """A package that only some uses need is not installed; the message says how it is."""
+
+    def __init__(self, need: str, extra: str):
+        """Makes the error.
+
+        Args:
+          need: the start of a sentence that says which package is needed for what.
+          extra: the extra with that package.
+        """
+        super().__init__(f"{need}: pip install 'jaxshare[{extra}]'")
+        self.extra = extra
