@@ -36,6 +36,7 @@ EXTRAS = {
     "mcp": "agents with the tools of MCP servers",
     "ray": "replicas on several machines",
     "lm-eval": "the tasks of lm_eval",
+    "tunix": "samples for the learners of Tunix",
     "train": "training the small models of scripts/train",
 }
 """The extras of a user, and the purpose of each."""
