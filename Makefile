@@ -192,7 +192,7 @@ $(CUDA): $(DEV)
 	@touch $@
 
 $(TORCH_ENV): scripts/make_torch_env.sh
-	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' safetensors sentencepiece protobuf
+	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' 'peft>=0.17,<1' safetensors sentencepiece protobuf
 	@touch $@
 
 $(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/benchmarks.md from benchmarks/results.
+"""Writes the tables of README.md and docs/: from benchmarks/results, and limits from the code.
 
 python -m scripts.docs.tables
 """
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.lib import ROOT
+from scripts.docs import limits
 
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "limits.md")
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(?=<!-- end -->)", re.S)
 
 Rows = list[Sequence[str]]
@@ -274,6 +275,7 @@ TABLES: Mapping[str, Callable[[], Rows]] = {
     "sharing": sharing,
     "passes": passes,
     "ablations": ablations,
+    "limits": limits.table,
 }
 
 

@@ -276,9 +276,9 @@ def sampling_tasks(compiler: Compiler, _: Options, __: Any) -> Iterator[Task]:
         function, arguments = samplers.sampling(sampler)
         yield (
             {"name": name, "rows": samplers.ROWS, "vocab": samplers.VOCAB},
-            lambda function=function, arguments=arguments: {
-                "host": host_work(compiler.compile(function, *arguments))
-            },
+            lambda function=function, arguments=arguments: sampling_numbers(
+                compiler.compile(function, *arguments, is_part=True)
+            ),
         )
 
 
@@ -341,6 +341,15 @@ def step_numbers(program: Program, decoding: Any) -> dict[str, Any]:
         "launches": pass_launches(program.text, decoding.layers),
         "host": host_work(program),
         "spill_bytes": sum(kernel.spill_bytes for kernel in program.kernels),
+    }
+
+
+def sampling_numbers(program: Program) -> dict[str, Any]:
+    """Launches of a draw, its kernel, and the memory that it takes beside its arguments."""
+    return {
+        "host": host_work(program),
+        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+        "temp_bytes": program.temp_bytes,
     }
 
 

@@ -32,6 +32,10 @@ OF_OURS = 2
 """Kernels of a GPU backend in a layer: attention and merging."""
 
 
+OF_A_DRAW = 6
+"""The most launches of a draw with top-k, top-p, min-p and penalties."""
+
+
 def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
     """The goals of these results. A program that did not compile has no numbers of its own."""
     kernels, steps, devices, experts, sampling, cold, quantised = (
@@ -46,6 +50,7 @@ def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
         *(goal for step in compiled for goal in _goals_of_memory(step)),
         *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
         *(goal for step in (*steps, *sampling) for goal in _goals_of_host(step)),
+        *(goal for one in sampling for goal in _goals_of_sampling(one)),
         *(goal for step in cold if step["error"] is None for goal in _goals_of_cold(step)),
         *(goal for step in experts if step["error"] is None for goal in goals_of_experts(step)),
         *(goal for one in quantised if one["error"] is None for goal in goals_of_quantised(one)),
@@ -127,6 +132,19 @@ def _goals_of_host(program: Mapping[str, Any]) -> list[Goal]:
         Goal(f"{what}: graphs of a dispatch", host["graphs"], 1, at_most=True),
         Goal(f"{what}: loops and branches of the host", host["waits"], 0, at_most=True),
         Goal(f"{what}: launches outside of graphs", host["alone"], 0, at_most=True),
+    ]
+
+
+def _goals_of_sampling(program: Mapping[str, Any]) -> list[Goal]:
+    """A draw is few launches, whose kernel has registers enough; older results have no kernels."""
+    if program["error"] is not None:
+        return [Goal("sampling: programs that do not compile", 1, 0, at_most=True)]
+    launches = program["host"]["in_graphs"]
+    spilled = [kernel["spill_bytes"] for kernel in program.get("kernels", [])]
+    what = f"sampling, {program['name']}"
+    return [
+        Goal(f"{what}: launches", launches, OF_A_DRAW, at_most=True),
+        Goal(f"{what}: bytes that a kernel spills", max(spilled, default=None), 0, at_most=True),
     ]
 
 
@@ -268,12 +286,17 @@ def _host_cells(host: Mapping[str, int] | None) -> tuple[str, ...]:
 
 
 def _sampling_text(results: Sequence[Mapping[str, Any]]) -> str:
+    numbers = "registers", "spill_bytes"
     rows = [
-        (f"{r['name']}, {r['rows']} x {r['vocab']}", *_host_cells(r["host"]))
+        (
+            f"{r['name']}, {r['rows']} x {r['vocab']}",
+            *_host_cells(r["host"]),
+            *(str(sum(k[name] for k in r.get("kernels", []))) for name in numbers),
+        )
         for r in results
         if r["error"] is None
     ]
-    return table(("sampling alone", *HOST), rows)
+    return table(("sampling alone", *HOST, "registers", "spilled"), rows)
 
 
 def _cold_text(results: Sequence[Mapping[str, Any]]) -> str:

@@ -211,7 +211,8 @@ def _generate_on(
     warn_of_equal_texts((prompt.n, answers[prompt.number].sampler) for prompt in read)
     started, passes = time.perf_counter(), engine.metrics.passes
     kept = {"top_logprobs": top_logprobs, "logprobs": logprobs}
-    completions = [*complete_on(engine, read, answers=answers, **kept)]
+    adapter = model.adapter and model.adapter.name
+    completions = [*complete_on(engine, read, answers=answers, adapter=adapter, **kept)]
     unique = unique_tokens(build_prefix_tree(read))
     sampled = sum(len(completion.tokens) for completion in completions)
     return Completions(

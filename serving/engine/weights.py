@@ -214,13 +214,13 @@ class WeightsHost(SessionHost):
         self._use(model)
 
     def _use(self, model: LoadedModel) -> None:
-        """Goes on with a model of other weights."""
+        """Goes on with a model of other weights or adapters."""
         self.model = model
         self._scheduler.use(model)
         with self._changed:
             for each in self._weights_users:
                 if (session := each()) is not None:
-                    session.use_params(model.params)
+                    session.use_weights(model)
 
 
 def _leave_weights(scheduler: Scheduler, running: str) -> None:

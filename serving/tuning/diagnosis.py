@@ -35,6 +35,7 @@ EXTRAS = {
     "openai": "agents on models behind OpenAI's interface",
     "mcp": "agents with the tools of MCP servers",
     "ray": "replicas on several machines",
+    "otel": "traces of the server's requests",
     "lm-eval": "the tasks of lm_eval",
     "tunix": "samples for the learners of Tunix",
     "train": "training the small models of scripts/train",

@@ -140,7 +140,7 @@ def create_session(
     recorder = Recorder(len(capacities), capacities) if settings["record"] else None
     lease = engine.lease(capacities, plan.digest(settings)) if engine else None
     cache, growth, broken, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
-    rows = plan.roster.device_layout
+    rows = model.adapted(plan.roster.device_layout)
     session = SessionState(
         settings=settings,
         loaded=loaded,
@@ -202,6 +202,8 @@ def _checked(
     _check_settings(settings)
     if engine and model.params is not engine.model.params:
         raise ValueError("the engine is of another model; give the session engine.model")
+    if engine and (model.adapters is None) != (engine.model.adapters is None):
+        raise ValueError("the engine's model has adapters; give the session engine.model")
     if engine and _max_workers(settings) > engine.rows:
         raise ValueError(
             f"the session has room for {_max_workers(settings)} workers, but the engine runs "

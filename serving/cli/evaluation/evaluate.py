@@ -127,12 +127,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=Limits().seconds,
         metavar="S",
-        help="processor time that a program and its tests may take (default %(default)g)",
+        help="processor time of a program and its tests, or of each case (default %(default)g)",
+    )
+    parser.add_argument(
+        "--test-memory",
+        type=int,
+        default=Limits().memory >> 20,
+        metavar="MIB",
+        help="memory of a program and its tests, or of each case (default %(default)d)",
     )
     parser.add_argument(
         "--data-dir",
         metavar="DIR",
-        help=f"the folder of the data sets (default ${tasks.DATA_VARIABLE})",
+        help="the folder of the data sets as they are published, or the task's one file (default "
+        f"${tasks.DATA_VARIABLE})",
+    )
+    parser.add_argument(
+        "--dates",
+        metavar="DATE,DATE",
+        help="of LiveCodeBench: problems of contests from the first date to the last",
     )
     parser.add_argument(
         "--beside",
@@ -222,7 +235,7 @@ def run_evaluation(
         if not made:
             problem, error = next(iter(refused.items()))
             raise ValueError(f"no problem of {task.name} can be run; the first, {problem}: {error}")
-        scores = _mark(task, made, Limits(seconds=options.test_seconds))
+        scores = _mark(task, made, plan.limits)
         points = scoring.points(scores)
         result = _result(plan, made, before, refused, points, watch, folder)
         try:
@@ -286,7 +299,7 @@ def _execute(
 
 def _mark(task: Task, made: Sequence[Run], limits: Limits) -> list[Score]:
     """The marks of all answers. What the sandbox cannot hold here is said on stderr."""
-    if any(problem.tests is not None for problem in task.problems) and (lack := sandbox.notice()):
+    if any(problem.is_program for problem in task.problems) and (lack := sandbox.notice()):
         print(lack, file=sys.stderr)
     order = {problem.id: place for place, problem in enumerate(task.problems)}
     scores = []

@@ -36,6 +36,7 @@ class EvaluationPlan:
       workers: numbers of workers, ascending.
       task: its problems.
       format: of --format, or None.
+      limits: of programs.
       settings: that decide the texts and their marks, as the folder keeps them.
       beside: the lines of other evaluations.
       keys: of all runs.
@@ -46,6 +47,7 @@ class EvaluationPlan:
     workers: list[int]
     task: Task
     format: Format | None
+    limits: Limits
     settings: dict[str, Any]
     beside: list[dict[str, list[Point]]]
     keys: set[runs.Key]
@@ -66,10 +68,11 @@ class EvaluationPlan:
             samples=options.samples,
             questions=_range(options.questions),
             data=options.data_dir,
+            dates=options.dates,
         )
         if task.needs_mathematics:
             Mathematician.check()
-        Limits(seconds=options.test_seconds)  # raises ValueError now, not after the runs
+        limits = Limits(seconds=options.test_seconds, memory=options.test_memory << 20)
         format = None
         if options.format is not None:
             format = presets.format_named(options.format, plain=options.method != "workers")
@@ -88,7 +91,7 @@ class EvaluationPlan:
             for number in range(options.seeds)
             for count in chosen
         }
-        return cls(options, sampling, chosen, task, format, settings, beside, keys)
+        return cls(options, sampling, chosen, task, format, limits, settings, beside, keys)
 
     def specs(self, model: LoadedModel) -> list[RunSpec]:
         """All runs.
@@ -164,8 +167,11 @@ def _settings(
     """The settings that decide the texts and their marks. The place of the files does not."""
     chosen = {"name": options.format, "texts": _digest(format)} if format else None
     given = {name: getattr(options, name) for name in ("model", "method", "seeds", "seed", "dtype")}
+    approximate = options.approximate_kv
     return {
         **given,
+        # there where it is on, since earlier versions did not have it
+        **({"approximate_kv": approximate} if approximate else {}),
         **_workers_settings(options),
         **({"format": chosen} if chosen else {}),
         **sampling,

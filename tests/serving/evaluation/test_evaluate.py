@@ -438,6 +438,7 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
         sampling=(),
         load=None,
         out: str = "out",
+        approximate: str | None = None,
     ):
         parser = argparse.ArgumentParser()
         evaluate.add_arguments(parser)
@@ -453,7 +454,7 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
                 *arguments,
             ]
         )
-        options.dtype = None
+        options.dtype, options.approximate_kv = None, approximate
         run.stand = stand or Stand()
         code = evaluate.run_evaluation(
             options, dict(sampling), workers, budgets, load or (lambda: model), run.stand
@@ -851,6 +852,7 @@ def test_runs_that_finish_are_kept_whatever_comes_then(evaluation, capsys):
         (("--resume",), {"budgets": (32,)}, r"began with budgets \[32, 64, 128, 256\], not \[32\]"),
         (("--resume",), {"sampling": {"temperature": 1.0}}, "began with temperature null, not 1.0"),
         (("--resume", "--samples", "2"), {}, "began with problems "),
+        (("--resume",), {"approximate": "fp8"}, 'began with approximate_kv null, not "fp8"'),
     ],
 )
 def test_other_settings_do_not_get_into_the_folder(evaluation, arguments, more, words):
