@@ -21,14 +21,13 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxshare import Sampler
-from jaxshare.argument_checks import shown
 from jaxshare.models import Decoder, Generation, LoadedModel, ModelConfig
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.prompt_tree import Branch
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.rollouts.sampling import rollout
-from jaxshare.serving.rollouts.tunix_weights import from_arrays, model_config, to_arrays
+from jaxshare.serving.rollouts.tunix_weights import from_arrays, merged, model_config, to_arrays
 from jaxshare.serving.rollouts.updates import update_engines
 
 try:
@@ -50,19 +49,19 @@ class TunixRollout(base_rollout.BaseRollout):
     token; without `top_p`, or with temperature 0, the likeliest tokens are taken.
 
     Args:
-      rollout_actor: a Llama3, Qwen2, Qwen3, Gemma (2) or Gemma3 of Tunix, without adapters. Its
-        weights are copied.
+      rollout_actor: a Llama3, Qwen2, Qwen3, Gemma (2) or Gemma3 of Tunix. Its weights are copied.
       tokenizer: Tunix's adapter of a tokenizer.
       mesh: Tunix's devices for rollouts.
       rollout_config: for training. `data_type` is the engine's dtype, by default that in which the
         actor computes. Texts of up to `kv_cache_size` tokens are taken.
       on: a mesh (`jaxshare.sharding.make_mesh`) for the engine; each of its data groups has an
         engine. By default JAX's first device, where `mesh` has no more than one.
+      lora_alpha: of the actor's adapters, which are merged into the engine's weights.
       max_rows, engine: as for `Engine`.
 
     Raises:
-      ValueError: an actor that no model here computes, with adapters, or kept in host memory; or
-        several devices without `on`.
+      ValueError: an actor that no model here computes, with adapters that cannot be merged, or kept
+        in host memory; or several devices without `on`.
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class TunixRollout(base_rollout.BaseRollout):
         rollout_config: Any,
         *,
         on: Mesh | None = None,
+        lora_alpha: float | None = None,
         max_rows: int = 64,
         **engine: Any,
     ):
@@ -82,6 +82,7 @@ class TunixRollout(base_rollout.BaseRollout):
                 "model over them: functools.partial(TunixRollout, on=make_mesh(tensor=...))"
             )
         self._tokenizer, self._calls = tokenizer, itertools.count()
+        self._actor, self._alpha = rollout_actor, lora_alpha
         longest = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
         positions = max(longest, rollout_config.kv_cache_size)
         self._config = _config(rollout_actor, positions)
@@ -100,7 +101,7 @@ class TunixRollout(base_rollout.BaseRollout):
         ]
 
     def _read(self, arrays: Mapping[str, Array]) -> dict[str, Any]:
-        return from_arrays(arrays, self._config, self._dtype)
+        return from_arrays(merged(arrays, self._alpha), self._config, self._dtype)
 
     def generate(self, prompts: list[str], rollout_config: Any, **options: Any) -> Any:
         """Samples a completion of each prompt; see `BaseRollout.generate`.
@@ -197,21 +198,20 @@ class TunixRollout(base_rollout.BaseRollout):
         """Gives the engines the weights of a learner; requests under way end before.
 
         Args:
-          params: all parameters of the actor.
-          filter_types: their kinds; the engine takes whole weights, nnx.Param.
+          params: the parameters of the actor, or its adapters alone, which are added to the weights
+            that the actor has.
+          filter_types: their kinds.
 
         Raises:
-          ValueError: parts of the weights, such as adapters; or weights that are not finite.
-          UpdateError: an engine has refused or lost its weights.
+          ValueError: see `TunixRollout`.
+          UpdateError: an engine has refused the weights, as where they are not finite, or lost them.
         """
-        if filter_types is not None and nnx.Param not in filter_types:
-            raise ValueError(
-                f"weights of the kinds {shown(filter_types)} are parts of a model's; the engine takes "
-                "all of them: merge adapters (LoRA) into the weights before"
-            )
         # On a CPU Tunix forbids copies to the host meanwhile, and some numbers are looked at there.
         with jax.transfer_guard("allow"):
-            update_engines(self.engines, self._read(_named(params)), copy=False)
+            arrays = _named(params)
+            if filter_types is not None and nnx.Param not in filter_types:
+                arrays = _arrays(self._actor) | arrays
+            update_engines(self.engines, self._read(arrays), copy=False)
 
     def pad_id(self) -> int:
         """The token of padding."""

@@ -258,9 +258,48 @@ def from_arrays(
     if extra := {*arrays} - {place.name for place, _ in places.values()}:
         raise ValueError(
             f"{min(extra)} is no parameter of {config.architecture}, and the engine would sample "
-            "without it; adapters (LoRA) have to be merged into the weights before"
+            "without it"
         )
     return _read(dict(arrays), config, None if dtype is None else jnp.dtype(dtype))
+
+
+_A, _B = "_lora_a", "_lora_b"
+
+
+def merged(arrays: Mapping[str, Any], alpha: float | None) -> dict[str, Any]:
+    """Returns the arrays of a module without adapters (LoRA, Hu et al. 2021), which are added to the
+    weights: w + alpha / rank * a b.
+
+    Args:
+      arrays: of the module, by their names; "NAME_lora_a" and "NAME_lora_b" are the adapter of NAME.
+      alpha: of the adapters, which a module does not keep.
+
+    Raises:
+      ValueError: adapters without `alpha`, or one of an array whose first axes are not its inputs.
+    """
+    found = {name: array for name, array in arrays.items() if not name.endswith((_A, _B))}
+    adapted = [name.removesuffix(_A) for name in arrays if name.endswith(_A)]
+    if adapted and alpha is None:
+        raise ValueError(
+            f"the actor has adapters (LoRA), as of {adapted[0]}, whose alpha it does not keep; give "
+            "it: functools.partial(TunixRollout, lora_alpha=...)"
+        )
+    for name in adapted:
+        a, b, whole = arrays[name + _A], arrays[name + _B], found[name]
+        has_inputs_first = name.endswith(("_proj.w", ".kernel"))
+        if not has_inputs_first or (*a.shape[:-1], *b.shape[1:]) != (*whole.shape,):
+            raise ValueError(
+                f"an adapter of {name} cannot be merged; adapt projections of Llama3 and Qwen, and "
+                "MLPs, alone"
+            )
+        found[name] = _with_adapter(whole, a, b, float(alpha or 0) / a.shape[-1])
+    return found
+
+
+@jax.jit
+def _with_adapter(whole: Array, a: Array, b: Array, scale: float) -> Array:
+    delta = jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), 1) * scale
+    return (whole.astype(jnp.float32) + delta).astype(whole.dtype)
 
 
 def _parts(places: Mapping[Any, tuple[_ArrayPlace, Any]], name: str) -> int:

@@ -328,6 +328,32 @@ def test_data_groups_have_an_engine_each():
     several.close()
 
 
+def test_adapters():
+    """Of attention and MLP, as Tunix computes with them; a step hands them over alone."""
+    import qwix  # pyright: ignore[reportMissingImports]
+
+    provider = qwix.LoraProvider(module_path=".*(_proj)", rank=4, alpha=6.0)
+    plain = fill(llama())
+    module = qwix.apply_lora_to_model(plain, provider, rngs=nnx.Rngs(0), **plain.get_model_input())
+    with pytest.raises(ValueError, match="lora_alpha="):
+        rollout_of(module)
+    rollout = rollout_of(module, lora_alpha=6.0)
+    without = rollout.generate(PROMPTS, settings()).text  # as b is 0 at first
+    assert without == own(plain).generate(PROMPTS, settings()).text
+    state, rng = nnx.state(module, nnx.LoRAParam), np.random.default_rng(4)
+
+    def drawn(old):
+        return jnp.asarray(0.3 * rng.standard_normal(old.shape), old.dtype)
+
+    nnx.replace_by_pure_dict(state, jax.tree.map(drawn, nnx.to_pure_dict(state)))
+    nnx.update(module, state)
+    rollout.update_params(nnx.state(module, nnx.LoRAParam), (nnx.LoRAParam,))
+    found, expected = (each.generate(PROMPTS, settings()) for each in (rollout, own(module)))
+    assert found.text == expected.text != without
+    np.testing.assert_allclose(found.logprobs[0], expected.logprobs[0], atol=1e-3)
+    rollout.close()
+
+
 def test_refused():
     module = filled("Llama 3")
     devices = Mesh(np.asarray(jax.devices()[:2]).reshape(2, 1), ("fsdp", "tp"))
@@ -338,8 +364,6 @@ def test_refused():
     rollout = rollout_of(module)
     with pytest.raises(TypeError, match="generate has the option 'images'"):
         rollout.generate(["x"], settings(), images=[])
-    with pytest.raises(ValueError, match=r"LoRAParam.* merge adapters"):
-        rollout.update_params(nnx.state(module, nnx.LoRAParam), (nnx.LoRAParam,))
     spoilt = fill(llama())
     spoilt.layers[0].attn.q_proj.w.set_value(jnp.full((32, 4, 8), jnp.nan))
     before = rollout.generate(["x"], settings()).text

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxshare.serving.rollouts.tunix_weights import from_arrays, model_config, to_arrays
+from jaxshare.serving.rollouts.tunix_weights import from_arrays, merged, model_config, to_arrays
 
 D, F, H, K, HEAD, V = 8, 12, 4, 2, 4, 16
 SIZES = dict(num_layers=1, embed_dim=D, hidden_dim=F, num_heads=H, num_kv_heads=K, head_dim=HEAD)
@@ -118,14 +118,30 @@ def test_gemma():
         np.testing.assert_array_equal(array, arrays[name])
 
 
+def test_adapters_are_merged():
+    arrays, rng = drawn(LLAMA), np.random.default_rng(2)
+    for name, ins, outs in (("q_proj", (D,), (H, HEAD)), ("o_proj", (H, HEAD), (D,))):
+        arrays[f"layers.0.attn.{name}.w_lora_a"] = rng.standard_normal((*ins, 3), np.float32)
+        arrays[f"layers.0.attn.{name}.w_lora_b"] = rng.standard_normal((3, *outs), np.float32)
+    found, x = merged(arrays, 6.0), rng.standard_normal((5, D), np.float32)
+    assert {*found} == {*LLAMA}
+    name = "layers.0.attn.q_proj.w"
+    a, b = arrays[f"{name}_lora_a"], arrays[f"{name}_lora_b"]
+    expected = np.einsum("td,dnh->tnh", x, arrays[name]) + 2 * np.einsum("td,dr,rnh->tnh", x, a, b)
+    np.testing.assert_allclose(np.einsum("td,dnh->tnh", x, found[name]), expected, atol=1e-4)
+    with pytest.raises(ValueError, match=r"adapters .* as of layers\.0\.attn.*lora_alpha="):
+        merged(arrays, None)
+    with pytest.raises(ValueError, match=r"an adapter of layers\.0\.attn\.q_einsum\.w cannot"):
+        merged({f"layers.0.attn.q_einsum.w{end}": a for end in ("", "_lora_a", "_lora_b")}, 1.0)
+
+
 def test_refused():
     config = model_config("Llama3", llama_settings(), 64)
     arrays = drawn(LLAMA)
     with pytest.raises(ValueError, match=r"no layers\.0\.attn\.o_proj\.w, which .*attention/o/"):
         from_arrays({k: v for k, v in arrays.items() if "o_proj" not in k}, config)
-    adapter = {"layers.0.attn.q_proj.w_lora_a": np.zeros((D, 2), np.float32)}
-    with pytest.raises(ValueError, match=r"w_lora_a is no parameter .* merged into the weights"):
-        from_arrays(arrays | adapter, config)
+    with pytest.raises(ValueError, match=r"image\.w is no parameter of LlamaForCausalLM"):
+        from_arrays(arrays | {"image.w": np.zeros(D, np.float32)}, config)
     with pytest.raises(ValueError, match=r"lm_head\.w has the shape \(8, 15\)"):
         from_arrays(arrays | {"lm_head.w": np.zeros((D, V - 1), np.float32)}, config)
     tied = {name: shape for name, shape in LLAMA.items() if name != "lm_head.w"}
