@@ -7,6 +7,7 @@
 #   .venv-lm-eval jaxshare with lm_eval; .venv-lm-eval-hf has lm_eval with PyTorch, which it is compared with
 #   .venv-docs    jaxshare with what makes the site of its documents
 #   .venv-others  jaxshare with Ray Serve and other people's clients of its server
+#   .venv-tunix   jaxshare with Tunix, whose learners it samples for
 #   .venv-llama   llama.cpp, built for this machine from the source in its Python package, which jaxshare is measured against
 #   .venv-hogwild PyTorch and the older transformers that the authors' implementation of Hogwild! Inference needs
 
@@ -39,6 +40,7 @@ HOGWILD_PYTHON := .venv-hogwild/bin/python
 LM_EVAL_ENV := .venv-lm-eval/.installed
 LM_EVAL_HF_ENV := .venv-lm-eval-hf/.installed
 OTHERS_ENV := .venv-others/.installed
+TUNIX_ENV := .venv-tunix/.installed
 DOCS_ENV := .venv-docs/.installed
 LLAMA_ENV := .venv-llama/.installed
 LLAMA := llama-cpp-python==0.3.36
@@ -90,8 +92,9 @@ test-page: $(PAGE) ## the server's page in Chromium (CHROMIUM=PROGRAM), and the 
 	@if command -v npx >/dev/null; then npx --yes --package 'typescript@5' tsc --project tests/page/tsconfig.json; else echo "there is no npx, so the types of the page's programs are not checked"; fi
 	$(BIN)/python -m pytest -q -m page tests/page
 
-test-others: $(OTHERS_ENV) ## the server before replicas under Ray Serve, and asked by lm_eval and the OpenAI Agents SDK
+test-others: $(OTHERS_ENV) $(TUNIX_ENV) ## the server before replicas under Ray Serve, and asked by lm_eval and the OpenAI Agents SDK; Tunix's learners with an engine
 	.venv-others/bin/python -m pytest -q -m others tests/serving/others
+	.venv-tunix/bin/python -m pytest -q -m others tests/serving/rollouts/test_tunix_rollout.py
 
 test-all: $(DEV) $(PAGE) audit docs-check test-others ## ruff and all tests, the slow ones too, the documents, and an audit of dependencies
 	$(BIN)/ruff check
@@ -157,10 +160,10 @@ lm-eval: $(LM_EVAL_ENV) $(LM_EVAL_HF_ENV) ## tasks of lm_eval run by jaxshare an
 	.venv-lm-eval/bin/python -m scripts.lm_eval.compare "$$folder"
 
 clean: ## remove what make has made: environments, caches, builds
-	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-others .venv-llama .venv-hogwild .venv-docs build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-others .venv-tunix .venv-llama .venv-hogwild .venv-docs build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python .venv-docs/bin/python:
+.venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python .venv-tunix/bin/python .venv-docs/bin/python:
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
 	echo "making $(@:/bin/python=) with $$python" && "$$python" -m venv --clear $(@:/bin/python=)
 
@@ -221,6 +224,11 @@ $(DOCS_ENV): pyproject.toml .venv-docs/bin/python
 $(OTHERS_ENV): pyproject.toml .venv-others/bin/python
 	@echo "installing jaxshare, Ray Serve and clients of the server into .venv-others"
 	@.venv-others/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[others]'
+	@touch $@
+
+$(TUNIX_ENV): pyproject.toml .venv-tunix/bin/python
+	@echo "installing jaxshare and Tunix into .venv-tunix"
+	@.venv-tunix/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,tunix]'
 	@touch $@
 
 # The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.

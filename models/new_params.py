@@ -289,7 +289,7 @@ def _written(spare: list[Array | None], values: Sequence[Any], form: Any) -> Any
 
 
 def _is_beside(array: Any, form: _ArrayForm) -> bool:
-    """Whether a program takes an array as it is beside one of a form, and gives one of that form."""
+    """True if a program takes an array beside one of a form as it is, and gives one of that form."""
     if not isinstance(form.sharding, SingleDeviceSharding):
         return False
     if not isinstance(array, Array):

@@ -39,6 +39,7 @@ EXTRAS = {
     "ray": "replicas on several machines",
     "otel": "traces of the server's requests",
     "lm-eval": "the tasks of lm_eval",
+    "tunix": "samples for the learners of Tunix",
     "train": "training the small models of scripts/train",
 }
 """The extras of a user, and the purpose of each."""
