@@ -255,8 +255,9 @@ def test_problems_are_solved_as_a_session_of_one_worker_solves_them(embedded):
         )
         result = session.run()
         assert text.split("\n\n")[1:] == [step.text.removesuffix("\n\n") for step in result.steps]
-        boxed = result.answers[result.passes].value if result.answers else session.answer
-        right += [a == str(b) for a, b in zip(boxed.split(", "), problem.answers, strict=True)]
+        [answer] = result.answers.values()
+        found = (answer.value or "").split(", ")
+        right += [a == str(b) for a, b in zip(found, problem.answers, strict=True)]
     assert shares["all"] == pytest.approx(np.mean(right))
 
 
@@ -280,9 +281,7 @@ def test_what_a_session_has_sampled_is_found_in_its_trace(embedded):
         jnp.asarray(lesson.at)[None],
     )
     np.testing.assert_array_equal(jnp.argmax(logits[0], axis=-1), lesson.targets)
-    assert result.passes < 120 and team.right_and_fast(PROBLEM, result) == pytest.approx(
-        1 - 0.5 * result.passes / 120
-    )
+    assert result.passes < 120, "an answer has ended it"
 
 
 def answered(value: str | None, passes: int) -> Result:

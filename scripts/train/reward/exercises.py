@@ -37,7 +37,7 @@ from jaxshare.serving.workers.text.codec import codec_of
 
 _SMALLEST = 3
 """The fewest questions of a problem that is practised."""
-_BY_RULE = 0.6
+_BY_RULE = 0.85
 """The share of exercises whose paragraphs come in the order of the rule."""
 _PARAGRAPHS = 12
 """The most that a held-out problem may take: seven are enough for five questions."""

@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
     parser.add_argument(
         "--minutes", type=float, help="stop after so long, before the last step; --resume goes on"
     )
-    parser.add_argument("--prompts", type=int, default=16, help="groups of a step")
+    parser.add_argument("--prompts", type=int, default=24, help="groups of a step")
     parser.add_argument("--samples", type=int, default=16, help="samples of a group")
     parser.add_argument(
         "--learn-from",
@@ -57,8 +57,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
         help="samples of a group that are learned from: those whose rewards vary most",
     )
     parser.add_argument("--updates", type=int, default=1, help="updates by the samples of a step")
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw")
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--variant", choices=VARIANTS, default=VARIANTS[0])
     parser.add_argument("--clip-low", type=float, default=0.2)
     parser.add_argument("--clip-high", type=float, default=0.2)
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
         "--budget", type=int, default=120, help="forward passes of a session of workers"
     )
     parser.add_argument(
-        "--plain", type=float, default=0.1, help="share of prompts without a dependent question"
+        "--plain", type=float, default=0.5, help="share of prompts without a dependent question"
     )
     parser.add_argument(
         "--reward",
