@@ -125,9 +125,9 @@ class PrefillPasses:
     """
 
     def __init__(self, model: LoadedModel, kv: KVManager):
-        self._model, self._kv, self._long = model, kv, long_shape()
+        self._model, self._kv, self._short, self._long = model, kv, SHORT, long_shape()
         self._views = {
-            shape: ViewBuilder(shape.rows, width=_LISTED) for shape in (SHORT, self._long)
+            shape: ViewBuilder(shape.rows, width=_LISTED) for shape in (self._short, self._long)
         }
 
     def use(self, model: LoadedModel) -> None:
@@ -150,7 +150,7 @@ class PrefillPasses:
             pieces = self._of_shape(paths, self._long)
             if sum(len(p.tokens) for _, p in pieces) >= _FILLED * self._long.size:
                 return pieces
-        return self._of_shape(paths, SHORT)
+        return self._of_shape(paths, self._short)
 
     @staticmethod
     def _of_shape(paths: Sequence[Sequence[Node]], shape: PassShape) -> list[tuple[int, Piece]]:
@@ -166,13 +166,13 @@ class PrefillPasses:
         """Feeds pieces, as many as a pass has rows; returns their logits [R, V], and bool[R]
         whether these are finite. `adapters` has the places of their adapters, by default the
         model's own."""
-        fits = all(len(piece.tokens) <= SHORT.width for piece in pieces)
-        shape = SHORT if fits and len(pieces) <= SHORT.rows else self._long
+        fits = all(len(piece.tokens) <= self._short.width for piece in pieces)
+        shape = self._short if fits and len(pieces) <= self._short.rows else self._long
         return self._run(pieces, shape, adapters)
 
     def warm_up(self) -> None:
         """Compiles the passes that texts can need which fit the memory."""
-        self._run([], SHORT)
+        self._run([], self._short)
         if self._kv.pool.tokens >= self._long.size:
             self._run([], self._long)
 
