@@ -235,7 +235,8 @@ def _most_tokens(model: LoadedModel, specs: Sequence[RunSpec]) -> int:
 def _tokens(model: LoadedModel, spec: RunSpec) -> int:
     format = format_of(model, spec.more.get("format"))
     words = format.instructions(worker_names(spec.workers)), spec.text
-    prompt = sum(len(model.tokenizer.encode(text)) for text in words if text)
+    encode = model.tokenizer.encode if model.tokenizer else list  # without one all are refused
+    prompt = sum(len(encode(text)) for text in words if text)
     written = rounded_budget(spec.budgets[-1])
     rows = _rows(spec)
     tokens = (
@@ -273,7 +274,7 @@ def execute_on(
     def run(
         specs: Sequence[RunSpec], on_pass: Callable[[int], None]
     ) -> Iterator[tuple[RunSpec, Run | Refused]]:
-        by_key, size = {spec.key: spec for spec in specs}, 1
+        size, by_key = 1, dict[Hashable, RunSpec]((spec.key, spec) for spec in specs)
         if concurrency != 1:
             size = max(1, min(_BATCH, -(-len(specs) // max(1, pool.replicas))))
         batches = [RunBatch((*specs[i : i + size],)) for i in range(0, len(specs), size)]

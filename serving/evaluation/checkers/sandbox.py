@@ -157,7 +157,8 @@ class JudgedFolder:
     """
 
     def __init__(self, path: str):
-        self.path, self.left = path, None
+        self.path = path
+        self.left: str | None = None
 
 
 @contextlib.contextmanager

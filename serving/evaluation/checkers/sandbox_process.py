@@ -116,7 +116,8 @@ def _run_case(given: dict[str, Any]) -> None:
     for file, number in files.items():
         os.dup2(given[file], number)
         os.close(given[file])
-    for stream in (sys.stdin, sys.stdout):
+    streams: tuple[Any, Any] = (sys.stdin, sys.stdout)
+    for stream in streams:
         stream.reconfigure(encoding="utf-8", errors="surrogateescape")
     sys.argv = ["program.py"]
     for source in (given["preamble"], given["source"]):

@@ -205,10 +205,9 @@ def test_results_are_those_of_one_by_one_in_any_order(method, workers):
     specs = [dataclasses.replace(spec, sampler=sampler) for spec in specs]
 
     def results(concurrency, given):
-        found = dict(execute(model, concurrency)(given, lambda passes: None))
         return {
             spec.key: {name: value for name, value in run.result.items() if name not in TIMES}
-            for spec, run in found.items()
+            for spec, run in execute(model, concurrency)(given, lambda passes: None)
         }
 
     one_by_one = results(1, specs)
