@@ -339,6 +339,6 @@ def _token_biases(bias: Any) -> dict[int, float]:
 
 
 Sampler = SamplingParams
-"""The short name."""
+"""Another name of `SamplingParams`, as these documents use it."""
 GREEDY = SamplingParams()
 """Takes the likeliest token."""

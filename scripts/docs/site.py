@@ -9,6 +9,7 @@ goals from benchmarks/results. Links to other files of the repository lead to co
 """
 
 import argparse
+import ast
 import importlib
 import os
 import posixpath
@@ -51,7 +52,7 @@ API = {
 }
 """Packages whose docstrings are pages."""
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\))")
-_NAMES = re.compile(r"^ +\w+(?:, \w+)+(?=: )", re.M)
+_NAMES = re.compile(r"^( +)([a-z_]\w*(?:, [a-z_]\w*)+): (.*(?:\n\1 +\S.*)*)", re.M)
 _MAX_FILES = 100
 
 
@@ -96,15 +97,32 @@ def site_page(text: str, origin: Path) -> str:
     return _LINK.sub(moved, text)
 
 
-def _api_page(package: str, title: str) -> str:
+def _members(package: str) -> list[str]:
+    """The names of a package that are described."""
     module = importlib.import_module(package)
     names = getattr(module, "__all__", None) or [
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and getattr(value, "__module__", "") == package
     ]
-    members = "\n".join(f"        - {name}" for name in names if name != "__version__")
-    return f"# {title}\n\n::: {package}\n    options:\n      members:\n{members}\n"
+    return [name for name in names if name != "__version__"]
+
+
+def _place_of(package: str, name: str) -> str:
+    """The path of a name; where a module has the same one, that of the name inside it."""
+    path = f"{package}.{name}"
+    return f"{path}.{name}" if path in sys.modules else path
+
+
+def _api_page(package: str, title: str) -> str:
+    names = _members(package)
+    hidden = [name for name in names if _place_of(package, name) != f"{package}.{name}"]
+    members = "\n".join(f"        - {name}" for name in names if name not in hidden)
+    page = f"# {title}\n\n::: {package}\n    options:\n      members:\n{members}\n"
+    for name in hidden:
+        page += f"\n::: {_place_of(package, name)}\n    options:\n      show_root_heading: true\n"
+        page += "      show_root_full_path: false\n"
+    return page
 
 
 def write_source() -> None:
@@ -138,19 +156,46 @@ def copy_packages() -> None:
     """Copies the three packages together, as they are once installed, for what reads docstrings.
 
     Where a docstring describes several names at once ("first, last: of the row"), the reader takes
-    the second one for a type. With spaces that do not break it takes all of them for one name.
+    the second one for a type, so that each gets a line of its own.
     """
     shutil.rmtree(PACKAGES, ignore_errors=True)
     for folder, place in (("jaxshare", ""), ("models", "models"), ("serving", "serving")):
         for path in sorted((ROOT / folder).rglob("*.py")):
             copy = PACKAGES / "jaxshare" / place / path.relative_to(ROOT / folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_text(with_joined_names(path.read_text(encoding="utf-8")), encoding="utf-8")
+            copy.write_text(with_single_names(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def with_joined_names(source: str) -> str:
-    """Returns a module in whose docstrings names with one description are joined."""
-    return _NAMES.sub(lambda found: found[0].replace(", ", ",\xa0"), source)
+def with_single_names(source: str) -> str:
+    """Returns a module in whose docstrings a name with the description of another refers to that."""
+
+    def single(found: re.Match[str]) -> str:
+        indent, names, text = found.groups()
+        first, *others = names.split(", ")
+        return "\n".join(
+            [f"{indent}{first}: {text}", *(f"{indent}{name}: see `{first}`." for name in others)]
+        )
+
+    lines = source.splitlines(keepends=True)
+    texts = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    for node in sorted(texts, key=lambda node: node.lineno, reverse=True):
+        place = slice(node.lineno - 1, node.end_lineno)
+        lines[place] = [_NAMES.sub(single, "".join(lines[place]))]
+    return "".join(lines)
+
+
+def missing_members() -> list[str]:
+    """Returns the names that the pages of the built site do not have, though the packages do."""
+    missing = []
+    for package, (place, _) in API.items():
+        page = (ROOT / "build" / "site" / place).with_suffix(".html").read_text(encoding="utf-8")
+        names = (_place_of(package, name) for name in _members(package))
+        missing += [name for name in names if f'id="{name}"' not in page]
+    return missing
 
 
 def main() -> int:
@@ -165,7 +210,11 @@ def main() -> int:
     if options.serve:
         return subprocess.call([program, "serve", *config, "--dev-addr", "127.0.0.1:8001"])
     environment = {**os.environ, "NO_COLOR": "1"}
-    return subprocess.call([program, "build", *config, "--strict", "--clean"], env=environment)
+    code = subprocess.call([program, "build", *config, "--strict", "--clean"], env=environment)
+    if code == 0 and (missing := missing_members()):
+        print(f"the API pages do not have {', '.join(missing)}", file=sys.stderr)
+        return 1
+    return code
 
 
 if __name__ == "__main__":

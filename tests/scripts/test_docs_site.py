@@ -1,5 +1,6 @@
 """The site of the documents: pages of notebooks, links, and what is read of docstrings."""
 
+import ast
 import base64
 import json
 import re
@@ -66,7 +67,20 @@ def test_every_notebook_and_every_page_is_in_the_navigation():
     assert len(notebooks.NOTEBOOKS) == 4
 
 
-def test_names_with_one_description_are_one_name():
-    source = '"""Of it.\n\n    Args:\n      first, last: of a, b: c.\n      one: a, b: c\n"""\nx: int = a[1, 2]\n'
-    expected = source.replace("first, last:", "first,\xa0last:")
-    assert site.with_joined_names(source) == expected
+def test_names_with_one_description_have_a_line_each_in_docstrings_alone():
+    source = (
+        '"""Of it.\n\n    Args:\n      first, last, at: of a, b: c\n        and d.\n'
+        '      one: a, b: c\n\n    Raises:\n      ValueError, TypeError: why.\n    """\n'
+        "def f(\n    self, other: int, more: str\n): ...\n"
+    )
+    lines = "      first: of a, b: c\n        and d.\n      last: see `first`.\n      at: see `first`.\n"
+    expected = source.replace("      first, last, at: of a, b: c\n        and d.\n", lines)
+    assert site.with_single_names(source) == expected and source != expected
+
+
+def test_all_modules_can_be_read_afterwards():
+    for folder in ("jaxshare", "models", "serving"):
+        for path in (ROOT / folder).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            changed = ast.parse(site.with_single_names(source))
+            assert len(changed.body) == len(ast.parse(source).body)
