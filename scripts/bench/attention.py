@@ -154,13 +154,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found["torch"] = worker.begin()
             except WorkerError as error:
                 worker, torch_reason = None, str(error)
-        bench, results = measure(options, worker, lambda what: bar.set_description(what))
+        bench, results = prepared(options, worker, lambda what: bar.set_description(what)), {}
+        try:
+            measure(options, bench, results)
+            interrupted = False
+        except KeyboardInterrupt:  # what is measured counts
+            interrupted = True
     report = {
         "benchmark": "attention",
         "command": asked,
         "machine": where,
         "versions": found,
         "settings": settings_of(options, bench, None if worker else torch_reason),
+        "interrupted": interrupted,
         "results": {"correctness": bench.checks, **results},
     }
     goals = parts.goals(results, tiny=options.cpu)
@@ -168,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plots:
         options.plots.mkdir(parents=True, exist_ok=True)
         plots.draw(results, options.plots)
-    return 1 if any(check["right"] is False for check in bench.checks) else 0
+    return 1 if interrupted or any(check["right"] is False for check in bench.checks) else 0
 
 
 def settings_of(options: Options, bench: Bench, torch_skipped: str | None) -> dict[str, Any]:
@@ -190,9 +196,8 @@ def settings_of(options: Options, bench: Bench, torch_skipped: str | None) -> di
     }
 
 
-def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, dict[str, Any]]:
-    """Measures all parts of the options."""
-    scale = TINY if options.cpu else QUICK if options.quick else FULL
+def prepared(options: Options, worker: Worker | None, say: Say) -> Bench:
+    """The settings and tools of a measurement."""
     gpu = current_device()
     shared: dict[str, Any] = {
         "backends": BACKENDS,
@@ -202,7 +207,7 @@ def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, d
         "say": say,
     }
     if options.cpu or gpu is None:
-        bench = Bench(
+        return Bench(
             ceilings=Ceilings(1 << 20, 128, 2),
             kernel_calls=1,
             calls=1,
@@ -210,24 +215,26 @@ def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, d
             items=8,
             **shared,
         )
-    else:
-        bench = Bench(
-            ceilings=Ceilings(2 << 30, 8192, 8),
-            kernel_calls=64,
-            calls=8,
-            turn_seconds=0.03,
-            items=gpu.multiprocessors,
-            **shared,
-        )
+    return Bench(
+        ceilings=Ceilings(2 << 30, 8192, 8),
+        kernel_calls=64,
+        calls=8,
+        turn_seconds=0.03,
+        items=gpu.multiprocessors,
+        **shared,
+    )
+
+
+def measure(options: Options, bench: Bench, results: dict[str, Any]) -> None:
+    """Measures all parts of the options; `results` grows, and so do the bench's checks."""
+    scale = TINY if options.cpu else QUICK if options.quick else FULL
     # Without a GPU few backends can do anything, so the reference takes the place of one more.
     first = dataclasses.replace(bench, backends=(*BACKENDS, "reference")) if options.cpu else bench
-    results: dict[str, Any] = {}
     if "correctness" in options.parts:
         parts.measure_correctness(first, scale)
     if "private" in options.parts:
-        results["private"] = [
-            parts.measure_private(first, scale, group) for group in scale.private_groups
-        ]
+        for group in scale.private_groups:
+            results.setdefault("private", []).append(parts.measure_private(first, scale, group))
     if "shared" in options.parts:
         results["shared"] = parts.measure_shared(bench, scale)
     if "workers" in options.parts:
@@ -237,8 +244,8 @@ def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, d
         ("prefixes", parts.measure_prefixes, [(rows,) for rows in scale.prefix_rows]),
         ("prefill", parts.measure_prefill, [(tokens,) for tokens in scale.prefills]),
     ):
-        if part in options.parts:
-            results[part] = [measure_one(bench, scale, *size) for size in sizes]
+        for size in sizes if part in options.parts else ():
+            results.setdefault(part, []).append(measure_one(bench, scale, *size))
     if "plan" in options.parts:
         results["plan"] = parts.measure_plan(bench, scale)
     if "step" in options.parts:
@@ -247,11 +254,9 @@ def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, d
         able = [b for b in bench.backends if b not in wrong]
         if options.quick and (right := [c["backend"] for c in bench.checks if c["right"]]):
             able = [next(b for b in able if b in right)] if any(b in right for b in able) else able
-        results["step"] = [
-            parts.measure_step(dataclasses.replace(bench, backends=able), scale, batch)
-            for batch in scale.batches
-        ]
-    return bench, results
+        best = dataclasses.replace(bench, backends=able)
+        for batch in scale.batches:
+            results.setdefault("step", []).append(parts.measure_step(best, scale, batch))
 
 
 def device() -> dict[str, Any]:

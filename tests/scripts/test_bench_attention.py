@@ -28,6 +28,17 @@ COPY, PRODUCT, UNSHARED = speed.COPY, speed.PRODUCT, speed.UNSHARED
 NAMES = [goal.name for goal in parts.goals({}, tiny=False)]
 
 
+A_POINT = {
+    "case": "2 rows",
+    "kv_heads": 1,
+    "group": 4,
+    "sides": {},
+    "copy_gigabytes_per_second": 1.0,
+    "product_teraflops": 1.0,
+    "skipped": {},
+}
+
+
 # The command.
 
 
@@ -93,6 +104,20 @@ def test_what_cannot_be_measured_has_a_reason(run):
         assert point["skipped"][backend] == check["reason"]
     assert {speed.JAX_CUDNN, speed.PALLAS} <= set(point["skipped"])
     assert run.printed["settings"]["torch_skipped"]
+
+
+def test_what_is_measured_before_an_interruption_is_written(tmp_path, monkeypatch):
+    points = iter([{**A_POINT, "case": "first"}])
+
+    def measure_one(*_):
+        if (point := next(points, None)) is None:
+            raise KeyboardInterrupt
+        return point
+
+    monkeypatch.setattr(parts, "measure_contexts", measure_one)
+    found = command(tmp_path, "--parts", "contexts", "--without-torch")
+    assert found.code == 1 and found.written["interrupted"]
+    assert [point["case"] for point in found.written["results"]["contexts"]] == ["first"]
 
 
 def test_the_seed_is_another_one_every_time():

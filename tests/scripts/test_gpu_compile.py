@@ -489,7 +489,7 @@ def test_goals_of_sampling():
 
 def test_results_of_other_runs_stay_until_they_are_compiled_again(tmp_path, monkeypatch):
     file, commit = tmp_path / "results.json", "aaaaaaa"
-    monkeypatch.setattr(kept, "_commit", lambda: commit)
+    monkeypatch.setattr(kept, "current_commit", lambda: commit)
     one, two = ({"backend": "triton", "name": name, "error": None} for name in ("one", "two"))
     first = kept.Results(("steps", "plan"), file)
     assert not first.is_new("steps", one)

@@ -14,7 +14,7 @@ from scripts.gpu.run_all import DONE, FAILED, LATE, Part
 PROGRAMS = {
     "good": "open(file, 'w').write(json.dumps({'benchmark': 'x', 'machine': {}, 'goals': []}))",
     "bad": "sys.exit('no: it fails')",
-    "slow": "time.sleep(60)",
+    "slow": "time.sleep(60)",  # and writes nothing when it is interrupted
 }
 
 
@@ -53,6 +53,7 @@ def test_what_became_of_each_part_is_kept_and_the_done_ones_are_not_run_again(
         "slow": LATE,
     }
     assert "no: it fails" in found["bad"]["said"] and found["slow"]["seconds"] < 15
+    assert "ended after 1 s, without results" in found["slow"]["said"]
     report = json.loads((folder / "gpu.json").read_text())
     assert report["results"].keys() == {"good"} and report["state"] == found
     said = capsys.readouterr()
@@ -79,8 +80,8 @@ def test_minutes_are_of_all_parts_together(parts, tmp_path):
     assert {name: part["limit"] for name, part in found.parts.items()} == {"good": 20, "bad": 10}
 
 
-def test_the_first_half_takes_less_than_nine_minutes_and_names_differ():
-    assert sum(part.seconds for part in run_all.FIRST) < 9 * 60
+def test_the_first_half_takes_at_most_nine_minutes_and_names_differ():
+    assert sum(part.seconds + run_all.GRACE for part in run_all.FIRST) <= 9 * 60
     names = [part.name for part in run_all.PARTS]
     assert len({*names, run_all.RESULT, "state"}) == len(names) + 2
 
@@ -139,10 +140,13 @@ def side(microseconds: float) -> dict[str, float]:
 def test_the_table(tmp_path):
     assert len(tables.gpu(tmp_path)) == 2  # that there is nothing
     sides = {"triton": side(20), "xla": side(90), "jax.nn, cudnn": side(30)}
+    of_workers = {"triton, 1 row": side(10), "triton, 4 rows": side(25), "xla, 4 rows": side(50)}
+    workers = {"case": "4 rows, history 50, 9 each", "group": 5, "sides": of_workers}
     point = {"case": "8 rows", "group": 4, "sides": sides}
     step = {"batch": 1, "sides": {"triton": {"tokens_per_second": 123.4, "of_limit": 0.9}}}
     results = {
         "contexts": {"benchmark": "attention", "results": {"contexts": [point]}},
+        "workers-attention": {"benchmark": "attention", "results": {"workers": workers}},
         "sampling": {
             "benchmark": "sampling",
             "results": {"top_k": {"milliseconds": {"jaxshare": [1, 2, 3], "bisection": [9]}}},
@@ -152,6 +156,7 @@ def test_the_table(tmp_path):
     (tmp_path / "gpu.json").write_text(json.dumps({"results": results}))
     assert tables.gpu(tmp_path)[1:] == [
         ("attention, 8 rows, G 4", "20.0 us (triton)", "0.50", "jax.nn, cudnn 30.0 us"),
+        ("attention, 4 rows, history 50, 9 each, G 5", "25.0 us (triton, 4 rows)", "0.50", ""),
         ("sampling, top_k", "2.000 ms", "-", "bisection 9.000 ms"),
         ("decode, batch 1, triton", "123 tokens/s", "0.90", "-"),
     ]
