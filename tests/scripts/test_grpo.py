@@ -149,7 +149,9 @@ def published(model, batch, params, reference, length, objective):
     return total / count
 
 
-@pytest.mark.parametrize(("length", "temperature"), [(None, 1.0), (16, 0.7)])
+@pytest.mark.parametrize(
+    ("length", "temperature"), [(None, 1.0), pytest.param(16, 0.7, marks=pytest.mark.slow)]
+)
 def test_an_update_has_the_gradients_of_the_published_objective(model, length, temperature):
     """Prompts read once for their groups, in batches of one shape, against whole sequences; ratios
     on both sides of the clip, and a divergence."""
