@@ -253,7 +253,7 @@ class _Trainer:
             self.update_engine()
         tokens = max(float(found["tokens"]), 1e-9)
         for name in ("clipped", "drift", "divergence"):
-            history[name].append(round(float(found[name]) / tokens, 6))
+            history[name].append(round(abs(float(found[name])) / tokens, 6))
         rewards = practice.rewards[np.isfinite(practice.rewards)]
         history["reward"].append(round(float(rewards.mean()), 4) if rewards.size else None)
         history["dropped"].append(practice.dropped)

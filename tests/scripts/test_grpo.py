@@ -38,7 +38,7 @@ PROBLEM = SumsProblem(
 )
 SHAPE = Shape(tokens=128, tiles=16, blocks=16, pairs=32)
 SIZES = ((20, (9, 1, 4)), (31, (7, 12, 5)), (17, (3, 3, 3)))
-"""Of each prompt its tokens, and those of its samples."""
+"""The tokens of each prompt, and of its samples."""
 GAINS = np.asarray([[1.2, -0.7, np.nan], [-1.0, 0.5, 0.9], [np.nan] * 3], np.float32)
 
 
@@ -149,7 +149,9 @@ def published(model, batch, params, reference, length, objective):
     return total / count
 
 
-@pytest.mark.parametrize(("length", "temperature"), [(None, 1.0), (16, 0.7)])
+@pytest.mark.parametrize(
+    ("length", "temperature"), [(None, 1.0), pytest.param(16, 0.7, marks=pytest.mark.slow)]
+)
 def test_an_update_has_the_gradients_of_the_published_objective(model, length, temperature):
     """Prompts read once for their groups, in batches of one shape, against whole sequences; ratios
     on both sides of the clip, and a divergence."""
@@ -263,7 +265,7 @@ def test_problems_are_solved_as_a_session_of_one_worker_solves_them(embedded):
 
 @pytest.mark.slow
 def test_what_a_session_has_sampled_is_found_in_its_trace(embedded):
-    """Of greedy workers every sampled token is the likeliest by the core's own re-encoding."""
+    """Every token of greedy workers is the likeliest by the core's own re-encoding."""
     result, lesson = team.play(
         embedded,
         Format.of(embedded),

@@ -104,7 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
 
 
 def _wrong(args: argparse.Namespace) -> str | None:
-    """What is wrong with the numbers, and what would do."""
+    """The error in the numbers, and what would do; None without one."""
     for name in _POSITIVE:
         value = getattr(args, name)
         if value is not None and not value > 0:

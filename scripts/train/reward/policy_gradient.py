@@ -241,7 +241,7 @@ def objective_of(
     weights: Array,
     objective: Objective,
 ) -> tuple[Array, dict[str, Array]]:
-    """What is maximised, summed over samples; see the module.
+    """The objective, summed over samples; see the module.
 
     Args:
       logprobs, sampled_with, reference: float32[..., T], of the tokens now, when they were sampled, and

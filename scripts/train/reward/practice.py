@@ -1,5 +1,4 @@
-"""What is practised and measured in training by reward: single paragraphs of one worker, or whole
-sessions of several."""
+"""The tasks of training by reward: single paragraphs of one worker, or whole sessions of several."""
 
 import argparse
 import dataclasses
@@ -34,7 +33,7 @@ _TEAM_BUDGETS = tuple(range(16, 161, 8))
 
 @dataclasses.dataclass(frozen=True)
 class Practice:
-    """What one step has sampled.
+    """The samples of one step.
 
     Attributes:
       episodes: of the groups that teach something.
@@ -52,7 +51,7 @@ class Practice:
 
 
 class RewardTask(Protocol):
-    """What is practised and measured, with an engine that samples."""
+    """A task that is practised and measured, with an engine that samples."""
 
     def practise(self, step: int) -> Practice:
         """Samples and rewards groups."""

@@ -73,7 +73,7 @@ def play(
 
 
 def lesson_of(session: Any) -> Lesson:
-    """What the workers of a session have sampled, without stop tokens, which it does not keep.
+    """The lesson of a session: all that its workers have sampled, but stop tokens, which it does not keep.
 
     Args:
       session: `Workers` with a trace.
