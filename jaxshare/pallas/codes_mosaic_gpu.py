@@ -22,7 +22,7 @@ WIDEST_APART = 128
 """The widest head dim that leaves registers for a fourth warpgroup."""
 
 
-class Stream(NamedTuple):
+class TileStream(NamedTuple):
     """Keys or values on their way from memory.
 
     Attributes:
@@ -77,7 +77,7 @@ class CodeBuffers(NamedTuple):
     def scratch(
         cls, plgpu: Any, tiles: MosaicTiles, dim: int, dtype: Any, transforms: Any
     ) -> "CodeBuffers":
-        """What the kernel is to be given; `dtype` is that of the codes."""
+        """Creates them for `plgpu.kernel`; `dtype` is that of the codes."""
         codes = plgpu.SMEM((tiles.code_stages, tiles.tile, dim), dtype, transforms=transforms)
         scales = plgpu.SMEM((tiles.code_stages + tiles.stages, tiles.tile), jnp.float32)
         # Codes and scales arrive at one barrier.
@@ -87,11 +87,11 @@ class CodeBuffers(NamedTuple):
 
     def streams(
         self, keys: Any, values: Any, key_scales: Any, value_scales: Any
-    ) -> tuple[Stream, Stream]:
+    ) -> tuple[TileStream, TileStream]:
         """Codes and scales from device memory to these slots."""
         return (
-            Stream(keys, self.keys, self.key_full, self.key_free, key_scales, self.key_scales),
-            Stream(
+            TileStream(keys, self.keys, self.key_full, self.key_free, key_scales, self.key_scales),
+            TileStream(
                 values,
                 self.values,
                 self.value_full,
@@ -107,8 +107,8 @@ class Conversion(NamedTuple):
     not used. plgpu is Pallas' Mosaic GPU module."""
 
     plgpu: Any
-    codes: tuple[Stream, Stream]
-    numbers: tuple[Stream, Stream]
+    codes: tuple[TileStream, TileStream]
+    numbers: tuple[TileStream, TileStream]
 
     def all_tiles(self, reads: ItemReads) -> None:
         """Converts all tiles of an item, in their order, as a warpgroup's only work."""
@@ -168,7 +168,7 @@ def _convert(plgpu: Any, codes: Any, to: Any) -> None:
 
 def widened(codes: Array, dtype: Any) -> Array:
     """Codes as numbers, which the dtype has exactly. A GPU converts fp8 to float16, and that to
-    float32, but not all of them to bfloat16."""
+    float32; to bfloat16 only with a newer ptxas."""
     if codes.dtype == jnp.int8 or dtype == jnp.float16:
         return codes.astype(dtype)
     return codes.astype(jnp.float32).astype(dtype)

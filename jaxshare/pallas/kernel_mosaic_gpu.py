@@ -29,7 +29,7 @@ from jaxshare.pallas.codes_mosaic_gpu import (
     WIDEST_APART,
     CodeBuffers,
     Conversion,
-    Stream,
+    TileStream,
     wait_for_last,
 )
 from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads
@@ -95,8 +95,8 @@ def attention_kernel(
     item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
     reads = ItemReads(item_ref, segment_ref, count_ref, item, tile=size, arena=arena)
     fetched_tiles = numbers = (
-        Stream(k_ref, k_smem, barriers.key_full, barriers.key_free),
-        Stream(v_ref, v_smem, barriers.value_full, barriers.value_free),
+        TileStream(k_ref, k_smem, barriers.key_full, barriers.key_free),
+        TileStream(v_ref, v_smem, barriers.value_full, barriers.value_free),
     )
     if codes is not None:
         fetched_tiles = codes.streams(k_ref, v_ref, *inputs[-2:])

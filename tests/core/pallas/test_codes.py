@@ -119,6 +119,8 @@ def check(
             ("mosaic_gpu", "int8", 64),
             ("triton", "int8", 80),
             ("triton", "fp8", 80),
+            ("triton", "int8", 192),
+            ("triton", "fp8", 256),
             ("mosaic_gpu", "fp8", 80),
             ("mosaic_gpu", "int8", 96),
             ("mosaic_gpu", "fp8", 128),
