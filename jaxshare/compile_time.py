@@ -65,7 +65,10 @@ def compile_seconds() -> float:
 
 
 _COMPILER = "/jax/core/compile/backend_compile_duration"
-_NAMES = {"_decode": "the decode loop", "_forward": "a forward pass"}
+_NAMES = {
+    **{"_decode": "the decode loop", "_forward": "a forward pass"},
+    "place_adapter": "what puts adapters into their places",
+}
 
 
 @contextlib.contextmanager

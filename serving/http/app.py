@@ -13,6 +13,7 @@ from jaxshare.serving.http import errors, request_log
 from jaxshare.serving.http.auth import ApiKeys, is_open
 from jaxshare.serving.http.batches.running import Batches
 from jaxshare.serving.http.endpoints import (
+    adapters,
     batches,
     chat,
     completions,
@@ -40,6 +41,7 @@ _GONE = 499
 """The status of requests whose clients have gone before there was one."""
 _PARTS = (
     *(page, models, completions, chat, responses, tokens, workers, engine, trees, files, batches),
+    adapters,
     weights,
 )
 ROUTERS = tuple(part.router for part in _PARTS)
