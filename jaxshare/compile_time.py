@@ -66,7 +66,11 @@ def compile_seconds() -> float:
     return _clocks.own.seconds
 
 
-_NAMES = {"_decode": "the decode loop", "_forward": "a forward pass"}
+_NAMES = {
+    "_decode": "the decode loop",
+    "_forward": "a forward pass",
+    "place_adapter": "what puts adapters into their places",
+}
 
 
 @contextlib.contextmanager

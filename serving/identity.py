@@ -18,6 +18,7 @@ _NAMES = {
     "dtype": "the dtype of its parameters",
     "weights": "its parameters",
     "approximate_kv": "the approximation of its keys and values",
+    "adapters": "its adapters",
     "tokenizer": "its tokenizer",
     "chat_template": "its chat template",
     "generation": "its generation settings",
@@ -40,6 +41,9 @@ def identity(model: LoadedModel) -> dict[str, Any]:
     template = model.tokenizer.chat_template if model.tokenizer else None
     if model.approximate_kv is not None:  # which earlier versions did not know
         found["approximate_kv"] = model.approximate_kv
+    if model.adapters and model.adapters.loaded:  # likewise
+        loaded = model.adapters.loaded.values()
+        found["adapters"] = {each.name: each.digest.hex() for each in loaded}
     return {
         **found,
         "tokenizer": _tokenizer_hash(model.tokenizer),
@@ -93,7 +97,7 @@ def check_identity(
     if unknown := [
         what
         for name, what in _NAMES.items()
-        if name != "approximate_kv" and (name not in saved or name not in now)
+        if name not in _WHERE_ON and (name not in saved or name not in now)
     ]:
         _log.warning(
             "warning: %s goes on without a comparison of %s with the model that it began with, "
@@ -107,7 +111,7 @@ def check_identity(
 
 def _same(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Returns True if one part of the identity is the same, or is known of one alone."""
-    if name == "approximate_kv":  # there where it is on
+    if name in _WHERE_ON:
         return saved.get(name) == now.get(name)
     if name not in saved or name not in now:
         return True
@@ -117,6 +121,8 @@ def _same(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 _ALWAYS = ("stop_tokens", "temperature", "top_k", "top_p", "min_p")
+_WHERE_ON = ("approximate_kv", "adapters")
+"""Parts that are there where they are on."""
 _SINGULAR = ("dtype", "approximate_kv", "tokenizer", "chat_template")
 
 

@@ -27,7 +27,7 @@ class AdapterError(ValueError):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to the kernel of one linear layer: scale * b @ a.
+    """The part of an adapter for one linear layer, whose kernel it adds scale * b @ a to.
 
     Attributes:
       a, b: the matrices, [r, in] and [out, r].

@@ -40,7 +40,7 @@ _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{)")
 
 @dataclasses.dataclass(frozen=True)
 class PeftSettings:
-    """What decides about the numbers of an adapter.
+    """The settings that decide about the numbers of an adapter.
 
     Attributes:
       rank, alpha: of modules that no pattern names.

@@ -88,9 +88,7 @@ class Adapters:
         arrays = _stacked_zeros(config, dtype, max_adapters + 1, max_rank, module)
         shardings = None if mesh is None else jax.tree.map(lambda each: each.sharding, arrays)
         made = cls(arrays, {}, max_adapters, max_rank, config, mesh, _putting(shardings))
-        # Compiles what adding an adapter takes, and gives the arrays the form that it leaves.
-        none = made._matrices(AdapterParams({}))
-        return dataclasses.replace(made, arrays=made._put(arrays, np.int32(0), none))
+        return made._warmed()
 
     def named(self, name: str) -> Adapter:
         """Returns an adapter by its name.
@@ -127,7 +125,14 @@ class Adapters:
         """Returns these on some of their devices, which together hold all of them."""
         arrays = params_on(self.arrays, mesh)
         shardings = jax.tree.map(lambda each: each.sharding, arrays)
-        return dataclasses.replace(self, arrays=arrays, mesh=mesh, _put=_putting(shardings))
+        found = dataclasses.replace(self, arrays=arrays, mesh=mesh, _put=_putting(shardings))
+        return found._warmed()
+
+    def _warmed(self) -> "Adapters":
+        """These, after what adding an adapter takes was compiled, with arrays in the form that it
+        leaves."""
+        none = self._matrices(AdapterParams({}))
+        return dataclasses.replace(self, arrays=self._put(self.arrays, np.int32(0), none))
 
     def _matrices(self, params: AdapterParams) -> dict[str, Any]:
         """The matrices of an adapter on the host, of the largest rank, those that it lacks being 0."""
@@ -173,9 +178,9 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, path: tuple[str, ...], modul
 
 
 def _putting(shardings: Any) -> Put:
-    """What puts an adapter into its place; one program for all places and adapters."""
+    """The function that puts an adapter into its place; one program for all places and adapters."""
 
-    def put(whole: dict[str, Any], place: Any, new: dict[str, Any]) -> dict[str, Any]:
+    def place_adapter(whole: dict[str, Any], place: Any, new: dict[str, Any]) -> dict[str, Any]:
         return jax.tree.map(lambda stacked, each: stacked.at[place].set(each), whole, new)
 
-    return jax.jit(put, out_shardings=shardings)
+    return jax.jit(place_adapter, out_shardings=shardings)

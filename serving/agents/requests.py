@@ -254,19 +254,22 @@ def llm(
     if n is not None:
         n = as_integer("n", n, 1, why=": there is at least one answer")
     _check_effort(retries, timeout)
-    options = cached_options(
-        None if max_new_tokens is None else as_integer("max_new_tokens", max_new_tokens, 1),
-        None if temperature is None else as_float("temperature", temperature),
-        None if top_k is None else as_integer("top_k", top_k),
-        None if top_p is None else as_float("top_p", top_p),
-        None if min_p is None else as_float("min_p", min_p),
-        as_texts("stop", stop),
-        adapter,
-    )
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = _options(max_new_tokens, sampling, stop, adapter)
     chat = _chat(returns, tools, run_tools, (rounds, most_characters), chat_template_kwargs)
     _check_combination(chat, n, parse)
     messages, place = as_messages(content), place_in(dialogue)
     return Llm(messages, options, n, parse, retries, timeout, chat, place)
+
+
+def _options(max_new_tokens: Any, sampling: Mapping[str, Any], stop: Any, adapter: Any) -> Options:
+    """The options of a request, in Python's own types."""
+    found = {
+        name: None if value is None else (as_integer if name == "top_k" else as_float)(name, value)
+        for name, value in sampling.items()
+    }
+    limit = None if max_new_tokens is None else as_integer("max_new_tokens", max_new_tokens, 1)
+    return cached_options(limit, **found, stop=as_texts("stop", stop), adapter=adapter)
 
 
 _LIMITS = (8, MOST_CHARACTERS)

@@ -42,6 +42,7 @@ from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
 from jaxshare.serving.cli import agent_models, agents_options, arguments
+from jaxshare.serving.cluster.model_spec import AdapterFolders
 from jaxshare.serving.locks import OutputLock
 
 _MAX_TREES = 16
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     agent_models.add_arguments(run_parser)
     arguments.add_dtype(run_parser)
+    arguments.add_adapter(run_parser, several=True)
     run_parser.add_argument(
         "--seed", type=int, default=0, help="seed of all that is random (default 0)"
     )
@@ -286,6 +288,7 @@ def _model(
             "scripted, a dictionary of answers that comes with the file; no language model runs",
         )
     loaded = models.load(name, dtype=options.dtype, approximate_kv=options.approximate_kv)
+    loaded = AdapterFolders.of(options, several=True).beside(loaded)
     model = EngineModel(loaded, resample=agents_options.resample_of(options), **engine)
     if name == "embedded":
         name = "embedded, the small model that comes with jaxshare"

@@ -19,7 +19,7 @@ from jaxshare.serving.cli import arguments
 from jaxshare.serving.kvcache.eviction import POLICIES
 
 _ENGINE = ("policy", "kv_bytes", "host_kv_bytes", "logits_cache")
-_OF_ENGINE = (*_ENGINE, "resample", "dtype")
+_OF_ENGINE = (*_ENGINE, "resample", "dtype", "adapter")
 _MODES = ("stepwise", "hotspot")
 
 

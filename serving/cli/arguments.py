@@ -12,6 +12,7 @@ from jaxshare.decoding.logprobs import PROCESSED, RAW
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.quantised_cache import APPROXIMATIONS
+from jaxshare.serving.cluster.model_spec import AdapterFolders
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -48,12 +49,39 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_model(options: argparse.Namespace, mesh: "Mesh | None" = None) -> LoadedModel:
-    """Loads the model that the options of `add_model` and `add_dtype` name, onto a mesh if there is
-    one."""
-    return models.load(
-        options.model, dtype=options.dtype, mesh=mesh, approximate_kv=options.approximate_kv
+def add_adapter(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Adds --adapter and, where requests name adapters, the room for them."""
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        metavar="NAME=FOLDER",
+        help="a LoRA adapter in the form of PEFT, "
+        + ("which requests name as their model; may be given several times" * several)
+        + ("with which all is computed" * (not several)),
     )
+    if several:
+        parser.add_argument(
+            "--max-adapters",
+            type=int,
+            metavar="N",
+            help="adapters that there is room for (default: as many as are given)",
+        )
+        parser.add_argument(
+            "--max-adapter-rank",
+            type=int,
+            metavar="R",
+            help="the largest rank that fits (default: the largest that is given, or 16)",
+        )
+
+
+def load_model(
+    options: argparse.Namespace, mesh: "Mesh | None" = None, *, several: bool = False
+) -> LoadedModel:
+    """Loads the model that the options of `add_model` and `add_dtype` name, onto a mesh if there is
+    one, with the adapters of `add_adapter`, of which there may be `several` for requests to name."""
+    adapters = AdapterFolders.of(options, several=several)
+    how = {"dtype": options.dtype, "approximate_kv": options.approximate_kv}
+    return adapters.beside(models.load(options.model, mesh=mesh, **how))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +92,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds --temperature, --top-k, --top-p, --min-p, other sampling settings, --dtype and
-    --approximate-kv."""
+    """Adds --temperature, --top-k, --top-p, --min-p, other sampling settings, --dtype,
+    --approximate-kv and --adapter."""
     parser.add_argument(
         "--temperature",
         type=float,
@@ -104,6 +132,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="a registered logits processor; several are applied in the given order",
     )
     add_dtype(parser)
+    add_adapter(parser)
 
 
 _SETTINGS = (

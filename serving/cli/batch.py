@@ -243,7 +243,15 @@ def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes
     stops = {"stop": options.stop, "include_stop": options.include_stop} if options.stop else {}
     if grammar := sampling.get("grammar"):
         sampling = {**sampling, "grammar": dataclasses.asdict(grammar)}
-    return {"input": jsonl.sha256(data), **given, **sampling, **stops, **_scores(options)}
+    adapter = {"adapter": options.adapter} if options.adapter else {}
+    return {
+        "input": jsonl.sha256(data),
+        **given,
+        **sampling,
+        **stops,
+        **adapter,
+        **_scores(options),
+    }
 
 
 def _scores(options: argparse.Namespace) -> dict[str, Any]:

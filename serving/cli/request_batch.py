@@ -84,6 +84,7 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
         "form": "OpenAI batch",
         "names": [*names],
         **{name: getattr(options, name) for name in ("model", "seed", "dtype")},
+        **({"adapter": options.adapter} if options.adapter else {}),
     }
     with contextlib.ExitStack() as files:
         files.enter_context(OutputLock.of_file(output, OTHER))
@@ -94,7 +95,7 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
             if finished:
                 return _report(options, finished, finished["completions"])
             done = _read_done(file, output, {line.custom_id for line in lines}, known_lines)
-        model = arguments.load_model(options, process_mesh.mesh_of(options))
+        model = arguments.load_model(options, process_mesh.mesh_of(options), several=True)
         if file is None:
             known = identity(model)
             batch_output.write_job(job, settings, known)

@@ -13,7 +13,7 @@ from typing import Any
 from jaxshare import models
 from jaxshare.serving.cli import arguments, serve_replicas
 from jaxshare.serving.cluster import process_mesh, ray_pool
-from jaxshare.serving.cluster.model_spec import shortened
+from jaxshare.serving.cluster.model_spec import AdapterFolders, shortened
 from jaxshare.serving.engine import Engine, tracing
 from jaxshare.serving.http.settings import ServerSettings, is_loopback, read_keys
 
@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "http://localhost:4318; OTEL_* variables count, too (default: none)",
     )
     arguments.add_dtype(parser)
+    arguments.add_adapter(parser, several=True)
     process_mesh.add_arguments(parser, groups="engines, of which a server has one")
     ray_pool.add_arguments(parser)
 
@@ -137,12 +138,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--files-bytes", metavar="SIZE", default="4GiB", help="most bytes in it (default 4GiB)"
     )
-    parser.add_argument(
-        "--weights-folder",
-        metavar="FOLDER",
-        help="with checkpoints of the model that POST /v1/weights may exchange its weights for "
-        "(default: none)",
-    )
+    for name, text in (
+        ("weights", "checkpoints of the model that POST /v1/weights may exchange its weights for"),
+        ("adapters", "adapters that POST /v1/load_lora_adapter may load beside the model"),
+    ):
+        text = f"with {text} (default: none)"
+        parser.add_argument(f"--{name}-folder", metavar="FOLDER", help=text)
     parser.add_argument(
         "--sessions-folder",
         metavar="FOLDER",
@@ -242,7 +243,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _model_of(options: argparse.Namespace) -> models.LoadedModel:
     """The model that the options name."""
-    model = arguments.load_model(options, process_mesh.mesh_of(options))
+    model = arguments.load_model(options, process_mesh.mesh_of(options), several=True)
     return shortened(model, options.max_model_len)
 
 
@@ -285,17 +286,25 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
     Raises:
       ValueError: one is out of its range.
     """
-    folder = options.weights_folder
-    if folder is not None and not os.path.isdir(folder):
+    for name in ("weights_folder", "adapters_folder"):
+        folder = getattr(options, name)
+        if folder is not None and not os.path.isdir(folder):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} is {folder}, but there is no such folder; make it before")
+    if options.adapters_folder is not None and not (options.adapter or options.max_adapters):
         raise ValueError(
-            f"--weights-folder is {folder}, but there is no such folder; make it before"
+            "--adapters-folder is given, but there is no room for adapters; give --max-adapters"
         )
+    names = options.served_model_name or (options.model,)
+    for name, _ in AdapterFolders.of(options, several=True).folders:
+        if name in names:
+            raise ValueError(f"--adapter has the name {name!r}, which is the model's; give another")
     given = {
         name: getattr(options, name)
         for name in (
             *("request_seconds", "grace", "max_choices", "max_agents", "max_responses"),
             *("max_sessions", "session_idle_seconds", "show_texts", "sessions_folder"),
-            *("batch_lines", "seed", "weights_folder"),
+            *("batch_lines", "seed", "weights_folder", "adapters_folder"),
         )
     }
     for field, name in (

@@ -18,7 +18,7 @@ def check(options: argparse.Namespace) -> None:
     Raises:
       ValueError: one of them, or Ray Serve is not installed.
     """
-    for name in ("sessions_folder", "files_folder"):
+    for name in ("sessions_folder", "files_folder", "adapters_folder"):
         if getattr(options, name) is not None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is given with --ray, but replicas may be on machines "
@@ -72,7 +72,7 @@ def run(
     from jaxshare.serving.http.replicas.replica import ReplicaPlan
     from jaxshare.serving.http.server import DrainingServer
 
-    spec = ModelSpec.of(options)
+    spec = ModelSpec.of(options, several=True)
     shortened(spec.outline(), options.max_model_len)  # errors come before the cluster is asked
     plan = ReplicaPlan(
         spec,

@@ -16,6 +16,56 @@ from jaxshare.serving.cluster import process_mesh
 
 
 @dataclasses.dataclass(frozen=True)
+class AdapterFolders:
+    """Adapters that a model is loaded with, as plain data.
+
+    Attributes:
+      folders: by name, absolute.
+      max_adapters, max_rank: that there is room for; None as `LoadedModel.with_adapters` has it.
+      used: the one of all texts; None where requests name theirs.
+    """
+
+    folders: tuple[tuple[str, str], ...] = ()
+    max_adapters: int | None = None
+    max_rank: int | None = None
+    used: str | None = None
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, *, several: bool = False) -> "AdapterFolders":
+        """Those of a command's options, which are of requests that name theirs, if there may be
+        several.
+
+        Raises:
+          ValueError: one is not NAME=FOLDER, two have one name, or there are several for all texts.
+        """
+        found: dict[str, str] = {}
+        for given in getattr(options, "adapter", None) or ():
+            name, equals, folder = given.partition("=")
+            if not (name and equals and folder) or name in found:
+                why = "is given twice" if name in found else "must be NAME=FOLDER"
+                raise ValueError(f"--adapter is {given!r}, but it {why}")
+            found[name] = os.path.abspath(folder)
+        if len(found) > 1 and not several:
+            raise ValueError(
+                f"--adapter is given {len(found)} times, but all texts of this command have one; give "
+                "one, or name adapters as the models of requests (jaxshare serve, OpenAI's lines)"
+            )
+        most, rank = (getattr(options, n, None) for n in ("max_adapters", "max_adapter_rank"))
+        return cls(tuple(found.items()), most, rank, None if several else next(iter(found), None))
+
+    def beside(self, model: LoadedModel) -> LoadedModel:
+        """Returns a model with these; the same where there are none, and no room for any.
+
+        Raises:
+          FileNotFoundError, AdapterError: see `LoadedModel.with_adapters`.
+        """
+        if not self.folders and self.max_adapters is None and self.max_rank is None:
+            return model
+        room = {"max_adapters": self.max_adapters, "max_rank": self.max_rank}
+        return model.with_adapters(dict(self.folders), **room).using(self.used)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """The model that every node loads itself, as plain data that can be sent there.
 
@@ -23,6 +73,7 @@ class ModelSpec:
       path: a folder that all nodes have, a hub id, or "embedded", which is part of every node's
         installation.
       dtype, tensor, kv, expert, approximate_kv: the options of a command.
+      adapters: beside it, in folders that all nodes have.
     """
 
     path: str
@@ -31,10 +82,11 @@ class ModelSpec:
     kv: int
     expert: int = 1
     approximate_kv: str | None = None
+    adapters: AdapterFolders = AdapterFolders()
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> "ModelSpec":
-        """The model of a command's options."""
+    def of(cls, options: argparse.Namespace, *, several: bool = False) -> "ModelSpec":
+        """The model of a command's options; `several` as for `AdapterFolders.of`."""
         is_folder = options.model != "embedded" and Path(options.model).is_dir()
         return cls(
             str(Path(options.model).resolve()) if is_folder else options.model,
@@ -43,6 +95,7 @@ class ModelSpec:
             options.kv,
             getattr(options, "expert", 1),
             options.approximate_kv,
+            AdapterFolders.of(options, several=several),
         )
 
     def outline(self) -> LoadedModel:
@@ -67,9 +120,10 @@ class ModelSpec:
             )
         sizes = argparse.Namespace(tensor=self.tensor, kv=self.kv, expert=self.expert)
         mesh = process_mesh.mesh_of(sizes)
-        return models.load(
+        model = models.load(
             self.path, dtype=self.dtype, mesh=mesh, approximate_kv=self.approximate_kv
         )
+        return self.adapters.beside(model)
 
 
 def shortened(model: Any, max_model_len: int | None) -> Any:

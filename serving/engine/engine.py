@@ -172,8 +172,7 @@ class Engine(AdaptersHost):
           priority: requests of a higher one are served first, and preempt those of a lower one.
           resample: "stepwise" takes from the Logits Cache what it holds of this prompt, exactly;
             "hotspot" samples again only where the model was uncertain, which is APPROXIMATE.
-          logprobs: of sampled tokens: True under the model, "processed" as drawn, "both"; not with
-            `resample`.
+          logprobs: True under the model, "processed" as drawn, "both"; not with `resample`.
           top_logprobs: and of so many of the likeliest tokens in each place, up to 20.
           tools, chat_template_kwargs: with messages; see `encode_messages`.
           next_seed: of the next request with this prompt, whose replay is then computed ahead.
@@ -184,7 +183,6 @@ class Engine(AdaptersHost):
           TooLongError: the request does not fit the model's context, or never the memory.
           QueueFullError: `max_queue` requests wait already. Several processes wait instead.
           ClosedError: the engine was shut down.
-          AdapterError: no adapter of this name is loaded.
           ValueError, TypeError: a prompt that cannot be read, or options out of range.
         """
         tokens = validation.prompt_tokens(self.model, prompt, tools, chat_template_kwargs)
@@ -193,13 +191,9 @@ class Engine(AdaptersHost):
         given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
         given |= {"top_logprobs": top_logprobs, "next_seed": next_seed, "place": place}
-        given |= {
-            "sampler": sampler,
-            "adapter": adapter,
-            "logprobs": True if several and several[1] else logprobs,
-        }
-        kept = self._scheduler.output.num_top_logits
-        options = validation.RequestOptions.checked(self.model, kept_logits=kept, **given)
+        given |= {"adapter": adapter, "kept_logits": self._scheduler.output.num_top_logits}
+        given |= {"sampler": sampler, "logprobs": True if several and several[1] else logprobs}
+        options = validation.RequestOptions.checked(self.model, **given)
         return self._start_all(tokens, options, several)
 
     def _start_all(

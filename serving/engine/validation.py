@@ -280,8 +280,6 @@ class RequestOptions:
             raise TypeError(f"agent_id is {shown(agent_id)}; it must be a text")
         if place is not None and not isinstance(place, SearchPlace):
             raise TypeError(f"place is {shown(place)}; it must be a SearchPlace, or None")
-        if adapter is not None and not isinstance(adapter, str):
-            raise TypeError(f"adapter is {shown(adapter)}; it must be the name of one, or None")
         sampler = as_sampler(sampler)
         include_stop = chosen("include_stop", include_stop, sampler, False)
         seed = chosen("seed", seed, sampler)
@@ -300,7 +298,7 @@ class RequestOptions:
             as_top_logprobs(model, top_logprobs),
             None if next_seed is None else as_integer("next_seed", next_seed),
             place,
-            adapter,
+            as_adapter_name(adapter),
         )
         if resample is not None:
             options._check_resample(kept_logits > 0)
@@ -335,6 +333,13 @@ class RequestOptions:
                 f"{name} cannot be had with resample, which samples again from distributions that "
                 "the Logits Cache has kept; leave one of them out"
             )
+
+
+def as_adapter_name(given: Any) -> str | None:
+    """Returns the name of an adapter, or None; raises TypeError for anything else."""
+    if given is not None and not isinstance(given, str):
+        raise TypeError(f"adapter is {shown(given)}; it must be the name of one, or None")
+    return given
 
 
 def samples_of_prompt(sampler: Sampler, n: Any, best_of: Any, resample: str | None) -> Samples:

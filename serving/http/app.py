@@ -14,6 +14,7 @@ from jaxshare.serving.http import errors, request_log
 from jaxshare.serving.http.auth import ApiKeys, is_open
 from jaxshare.serving.http.batches.running import Batches
 from jaxshare.serving.http.endpoints import (
+    adapters,
     batches,
     chat,
     completions,
@@ -42,6 +43,7 @@ _GONE = 499
 """The status of requests whose clients have gone before there was one."""
 _PARTS = (
     *(page, models, completions, chat, responses, tokens, workers, engine, trees, files, batches),
+    adapters,
     weights,
 )
 NO_TELEMETRY: Any = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False)

@@ -69,6 +69,19 @@ class Service:
         """The engine's model, with its weights of now."""
         return self.engine.model
 
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the engine's adapters, which requests name as their model."""
+        return tuple(each.name for each in self.engine.adapters())
+
+    def model_for(self, name: str | None) -> LoadedModel:
+        """Returns the model that a request names: the engine's, or this with an adapter."""
+        return self.model.using(self.adapter_for(name))
+
+    def adapter_for(self, name: str | None) -> str | None:
+        """Returns the adapter that a request names as its model; None for the model itself."""
+        return None if name is None or name in self.settings.model_names else name
+
     # Life.
 
     @property
@@ -126,7 +139,7 @@ class Service:
           ApiError: another model is asked for (404).
         """
         names = self.settings.model_names
-        if name is not None and name not in names:
+        if name is not None and name not in (*names, *self.adapter_names):
             raise ApiError(
                 404,
                 f"the model {name[:256]!r} is not served here; GET /v1/models lists those that are",
@@ -289,6 +302,7 @@ class Service:
                 fields.resample,
                 logprobs,
                 top_logprobs,
+                self.adapter_for(fields.model),
             )
             return Running(submit(self.engine, wanted), self._running.discard)
 

@@ -35,6 +35,7 @@ class ServerSettings:
       sessions_folder: that sessions of workers are saved to; None takes no saves.
       sessions_bytes: of all saves together.
       weights_folder: with checkpoints that clients may exchange the weights for; None for none.
+      adapters_folder: with adapters that clients may load; None for none.
       batch_lines: lines of batches that are run at a time.
       seed: of lines of batches that bring none.
       show_texts: /v1/engine/cache tells how cached texts begin, those of all clients.
@@ -66,6 +67,7 @@ class ServerSettings:
     sessions_folder: str | None = None
     sessions_bytes: int = 16 * 2**30
     weights_folder: str | None = None
+    adapters_folder: str | None = None
     batch_lines: int = 16
     seed: int = 0
     show_texts: bool = False

@@ -122,9 +122,8 @@ class _CompletionWork:
                 self.service.room(tokens, self.max_tokens or 1, None)
         if self.fields.echo and self.fields.logprobs is not None:
             for tokens in self.prompts:
-                score = functools.partial(
-                    prompt_logprobs, self.service.model, tokens, top_logprobs=self.fields.logprobs
-                )
+                model, top = self.service.model_for(self.model), self.fields.logprobs
+                score = functools.partial(prompt_logprobs, model, tokens, top_logprobs=top)
                 self.scores.append(await self.service.alone(score))
 
     async def start(self) -> Running:

@@ -15,26 +15,28 @@ router = APIRouter()
 
 @router.get("/v1/models", tags=["OpenAI"])
 async def list_models(request: Request) -> Response:
-    """Lists the names of the model."""
+    """Lists the names of the model, and its adapters."""
     service = service_of(request)
-    names = service.settings.model_names
+    names = *service.settings.model_names, *service.adapter_names
     return json_response({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}", tags=["OpenAI"])
 async def retrieve_model(name: str, request: Request) -> Response:
-    """Describes the model under one of its names."""
+    """Describes the model under one of its names, or an adapter."""
     service = service_of(request)
     return json_response(_model(service, service.check_model(name)))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    parent = service.settings.model_names[0]
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "jaxshare",
         "max_model_len": service.engine.max_request_tokens,
+        **({"parent": parent} if service.adapter_for(name) else {}),
     }
 
 

@@ -123,7 +123,7 @@ async def score_candidates(body: ScoreFields, request: Request) -> Response:
 async def _score(service: Service, body: ScoreFields, name: str) -> Response:
     prefix: Any = body.prefix
     work = functools.partial(
-        score, service.model, prefix, body.candidates, top_logprobs=body.top_logprobs
+        score, service.model_for(name), prefix, body.candidates, top_logprobs=body.top_logprobs
     )
     scores: list[TextScore] = await service.alone(work, prompt="candidates")
     sizes = sum(len(one.tokens) for one in scores)

@@ -86,7 +86,7 @@ async def create_session(body: SessionFields, request: Request) -> Response:
 
     def make() -> Workers:
         return Workers(
-            service.model,
+            service.model_for(body.model),
             body.problem,
             names=body.names,
             layout=body.layout,

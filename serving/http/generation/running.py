@@ -24,7 +24,7 @@ class Wanted:
       sampler, max_new_tokens, stop, include_stop: see `Engine.submit`.
       seed: of all choices: completion i of prompt p has the stream of `stream_seed(seed, p, i)`, as
         `jaxshare.serving.generate` has. None leaves seeds to the engine.
-      agent_id, priority, resample, logprobs, top_logprobs: see `Engine.submit`.
+      agent_id, priority, resample, logprobs, top_logprobs, adapter: see `Engine.submit`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -39,6 +39,7 @@ class Wanted:
     resample: str | None
     logprobs: bool
     top_logprobs: int
+    adapter: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +193,7 @@ def submit(engine: Engine, wanted: Wanted) -> list[SampledChoice]:
                     resample=wanted.resample,
                     logprobs=wanted.logprobs,
                     top_logprobs=wanted.top_logprobs,
+                    adapter=wanted.adapter,
                 )
                 choices.append(SampledChoice(len(choices), number, stream))
     except Exception as error:

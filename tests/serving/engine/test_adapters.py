@@ -17,6 +17,7 @@ from jaxshare.serving import Workers
 from jaxshare.serving.branches import Prefixes, generate
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine import ClosedError, Engine, EngineError
+from jaxshare.sharding import make_mesh
 from tests.helpers import init, one_layer
 from tests.models.test_adapters import random_adapter
 from tests.serving.engine.stepped import small_pieces, use_always
@@ -305,3 +306,23 @@ def test_what_cannot_be_added_or_removed():
     engine.shutdown()
     with pytest.raises(ClosedError):
         engine.add_adapter("x", ADAPTERS["c"])
+
+
+@pytest.mark.slow
+def test_on_a_mesh_with_data_groups_and_split_layers():
+    model = MODEL.on(make_mesh(data=2, tensor=2)).with_adapters(
+        {name: ADAPTERS[name] for name in "ab"}, max_adapters=3, max_rank=4
+    )
+    prompts = [list(SHORT), list(LONG), list(SHORT)]
+    found = generate(model.using("a"), prompts, max_new_tokens=12, sampler=Sampler())
+    assert [c.tokens for c in found.completions] == [text("a", tuple(p)) for p in prompts]
+    with Engine(model.replicas()[1], max_rows=ROWS, kv_bytes=512 * SIZE) as engine:
+        assert engine.submit(SHORT, adapter="b", max_new_tokens=12).wait().tokens == text(
+            "b", SHORT
+        )
+        compiled = compile_seconds()
+        engine.add_adapter("c", ADAPTERS["c"])
+        assert engine.submit(SHORT, adapter="c", max_new_tokens=12).wait().tokens == text(
+            "c", SHORT
+        )
+        assert compile_seconds() == compiled

@@ -131,6 +131,9 @@ class ScriptedEngine:
             answer()
         return Stream(state, lambda: None)
 
+    def adapters(self) -> tuple[()]:
+        return ()
+
     @property
     def prompts(self) -> list[str]:
         """The prompts of all requests as texts."""
