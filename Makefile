@@ -7,6 +7,7 @@
 #   .venv-lm-eval jaxshare with lm_eval; .venv-lm-eval-hf has lm_eval with PyTorch, which it is compared with
 #   .venv-docs    jaxshare with what makes the site of its documents
 #   .venv-others  jaxshare with Ray Serve and other people's clients of its server
+#   .venv-tunix   jaxshare with Tunix, whose learners it samples for
 #   .venv-llama   llama.cpp, built for this machine from the source in its Python package, which jaxshare is measured against
 #   .venv-hogwild PyTorch and the older transformers that the authors' implementation of Hogwild! Inference needs
 
@@ -17,6 +18,10 @@ DEMO_ARGS ?=
 SERVE_ARGS ?= embedded
 BENCH_ARGS ?= --quick
 GPU_ARGS ?=
+# A folder of wheels for a machine without a network; `make gpu-wheels` fills it, which takes some GB.
+WHEELS ?=
+BUILD_NEEDS := 'setuptools>=77'
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(if $(WHEELS),--no-index --find-links '$(abspath $(WHEELS))')
 # A checkout of the authors' implementation of Hogwild! Inference, which has no package and is not kept here.
 HOGWILD ?=
 
@@ -35,6 +40,7 @@ HOGWILD_PYTHON := .venv-hogwild/bin/python
 LM_EVAL_ENV := .venv-lm-eval/.installed
 LM_EVAL_HF_ENV := .venv-lm-eval-hf/.installed
 OTHERS_ENV := .venv-others/.installed
+TUNIX_ENV := .venv-tunix/.installed
 DOCS_ENV := .venv-docs/.installed
 LLAMA_ENV := .venv-llama/.installed
 LLAMA := llama-cpp-python==0.3.36
@@ -55,7 +61,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu-compile parity parity-transformers parity-hogwild lm-eval clean
+.PHONY: help demo serve docs docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu gpu-wheels gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -86,8 +92,9 @@ test-page: $(PAGE) ## the server's page in Chromium (CHROMIUM=PROGRAM), and the 
 	@if command -v npx >/dev/null; then npx --yes --package 'typescript@5' tsc --project tests/page/tsconfig.json; else echo "there is no npx, so the types of the page's programs are not checked"; fi
 	$(BIN)/python -m pytest -q -m page tests/page
 
-test-others: $(OTHERS_ENV) ## the server before replicas under Ray Serve, and asked by lm_eval and the OpenAI Agents SDK
+test-others: $(OTHERS_ENV) $(TUNIX_ENV) ## the server before replicas under Ray Serve, and asked by lm_eval and the OpenAI Agents SDK; Tunix's learners with an engine
 	.venv-others/bin/python -m pytest -q -m others tests/serving/others
+	.venv-tunix/bin/python -m pytest -q -m others tests/serving/rollouts/test_tunix_rollout.py
 
 test-all: $(DEV) $(PAGE) audit docs-check test-others ## ruff and all tests, the slow ones too, the documents, and an audit of dependencies
 	$(BIN)/ruff check
@@ -114,6 +121,14 @@ drill: $(DEV) ## faults of all kinds thrown at every promise (DRILL_ARGS='--part
 
 test-gpu: $(CUDA) ## on a GPU: every backend against the reference
 	$(BIN)/python -m pytest -q -m gpu
+
+# A rehearsal takes neither a GPU nor what JAX has for one.
+gpu: $(if $(findstring --rehearse,$(GPU_ARGS)),$(DEV),$(CUDA)) ## on a GPU: answers, texts and speed, bounded in time, resumed, then tables (WHEELS=DIR; GPU_ARGS='--minutes 9'; --rehearse on a CPU)
+	@$(BIN)/python -m scripts.gpu.run_all $(GPU_ARGS)
+
+gpu-wheels: .venv/bin/python ## the wheels that `make gpu WHEELS=DIR` installs on a machine without a network, into DIR
+	@test -n "$(WHEELS)" || { echo "gpu-wheels takes a folder: make gpu-wheels WHEELS=wheels" >&2; exit 2; }
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest '$(WHEELS)' '.[dev,cuda13]' $(BUILD_NEEDS)
 
 gpu-compile: $(GPU_ENV) ## the GPU kernels and whole decode steps compiled for an H200 and for four, without one (GPU_ARGS='--parts steps')
 	@.venv-gpu/bin/python -m scripts.gpu.compile $(GPU_ARGS)
@@ -145,16 +160,16 @@ lm-eval: $(LM_EVAL_ENV) $(LM_EVAL_HF_ENV) ## tasks of lm_eval run by jaxshare an
 	.venv-lm-eval/bin/python -m scripts.lm_eval.compare "$$folder"
 
 clean: ## remove what make has made: environments, caches, builds
-	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-others .venv-llama .venv-hogwild .venv-docs build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu .venv-torch .venv-lm-eval .venv-lm-eval-hf .venv-others .venv-tunix .venv-llama .venv-hogwild .venv-docs build dist jaxshare.egg-info .pytest_cache .ruff_cache .hypothesis
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python .venv-docs/bin/python:
+.venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python .venv-tunix/bin/python .venv-docs/bin/python:
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
 	echo "making $(@:/bin/python=) with $$python" && "$$python" -m venv --clear $(@:/bin/python=)
 
 $(RUNTIME): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@$(BIN)/python $(PIP_INSTALL) --editable .
 	@touch $@
 
 $(SERVE): pyproject.toml .venv/bin/python
@@ -164,7 +179,7 @@ $(SERVE): pyproject.toml .venv/bin/python
 
 $(DEV): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare and its tools into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(RUNTIME) $(SERVE)
 
 $(GPU_ENV): pyproject.toml .venv-gpu/bin/python
@@ -185,11 +200,11 @@ $(PAGE): $(DEV)
 $(CUDA): $(DEV)
 	@command -v nvidia-smi >/dev/null || { echo "this takes an NVIDIA GPU with its driver: nvidia-smi is not there" >&2; exit 2; }
 	@echo "installing JAX's plugin for NVIDIA GPUs into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13]'
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[dev,cuda13]'
 	@touch $@
 
 $(TORCH_ENV): scripts/make_torch_env.sh
-	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' safetensors sentencepiece protobuf
+	@scripts/make_torch_env.sh .venv-torch '$(TORCH)' 'transformers>=5,<6' 'peft>=0.17,<1' safetensors sentencepiece protobuf
 	@touch $@
 
 $(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python
@@ -209,6 +224,11 @@ $(DOCS_ENV): pyproject.toml .venv-docs/bin/python
 $(OTHERS_ENV): pyproject.toml .venv-others/bin/python
 	@echo "installing jaxshare, Ray Serve and clients of the server into .venv-others"
 	@.venv-others/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[others]'
+	@touch $@
+
+$(TUNIX_ENV): pyproject.toml .venv-tunix/bin/python
+	@echo "installing jaxshare and Tunix into .venv-tunix"
+	@.venv-tunix/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,tunix]'
 	@touch $@
 
 # The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.

@@ -27,11 +27,14 @@ class Layout:
         masked. For trees of prompts (Hydragen section 3.3); it affects speed alone.
       ahead: where given, rows may write the same block in a pass, a piece of a text each: the new
         tokens that such rows bring to it before each row's own.
+      adapters: where given, the place of each row's adapter among those of the model
+        (`jaxshare.models.adapters`), 0 for none.
     """
 
     blocks: Int32[Array, "R N"]
     groups: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     ahead: Int32[Array, " R"] | None = None
+    adapters: Int32[Array | np.ndarray, " R"] | None = None
 
     @classmethod
     def from_blocks(

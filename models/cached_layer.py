@@ -14,6 +14,7 @@ from jaxshare.arena import append_tokens
 from jaxshare.attention.api import block_attention, can_expand
 from jaxshare.attention.expansion import HeadMakers
 from jaxshare.attention.plan import Plan
+from jaxshare.models.adapters.low_rank import LayerAdapters, of_rows
 from jaxshare.models.decoder_layer import Layer
 from jaxshare.models.latent_attention import ExpandingAttend
 from jaxshare.quantised_cache import Arena
@@ -28,10 +29,12 @@ def run_layer(
     values: Arena,
     plan: Plan,
     implementation: cpu.Implementation,
+    adapters: LayerAdapters | None = None,
 ) -> tuple[Float[Array, "R T M"], Arena, Arena]:
     """One layer of a pass: its output, and its arenas with the new tokens.
 
-    Layers of one form have the same shapes, so that all of them are traced once.
+    Layers of one form have the same shapes, so that all of them are traced once. Rows may have
+    adapters.
     """
 
     config = layer.config
@@ -50,5 +53,6 @@ def run_layer(
     if mla is not None and x.shape[1] >= mla.expands_from and can_expand(implementation):
         given = ExpandingAttend(attend, lambda q, k, makers: attend(q, k, k[..., :0], None, makers))
     real = jnp.arange(x.shape[1]) < plan.count[:, None]
-    out: Any = layer.apply({"params": params}, x, given, real)
+    variables = {"params": params} | of_rows(adapters)
+    out: Any = layer.apply(variables, x, given, real)
     return out, keys, values

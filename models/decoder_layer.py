@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxshare.cpu import Implementation
+from jaxshare.models.adapters.low_rank import adapter_of
 from jaxshare.models.config import LayerForm, ModelConfig
 from jaxshare.models.expert_parallel import TokenShare
 from jaxshare.models.experts import MixtureOfExperts
@@ -68,7 +69,7 @@ class Attention(nn.Module):
         out = attend(q, k, v, sinks)
         how = {"axis": self.axis, "share": self.share, "implementation": self.implementation}
         return Linear(c.hidden_size, c.out_bias, **how, name="o")(
-            out.reshape(*x.shape[:-1], c.num_heads * c.head_dim)
+            out.reshape(*x.shape[:-1], c.num_heads * c.head_dim), adapter_of(self, "o")
         )
 
 
@@ -91,7 +92,9 @@ class MLP(nn.Module):
         how = {"bias": c.mlp_bias, "implementation": self.implementation}
         gate, up = projections(self, x, GATE_UP, part_sizes(c)[GATE_UP], **how)
         gate = nn.silu(gate) if c.activation == "silu" else nn.gelu(gate, approximate=True)
-        return Linear(c.hidden_size, axis=self.axis, name="down", **how)(gate * up)
+        return Linear(c.hidden_size, axis=self.axis, name="down", **how)(
+            gate * up, adapter_of(self, "down")
+        )
 
 
 class Layer(nn.Module):

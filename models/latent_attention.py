@@ -22,7 +22,7 @@ from jaxshare.attention.expansion import HeadMakers
 from jaxshare.cpu import Implementation
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.expert_parallel import TokenShare
-from jaxshare.models.linear import Linear, Weight, dequantised, linears
+from jaxshare.models.linear import Linear, Weight, dequantised, is_doubled, linears
 from jaxshare.models.norm import RMSNorm
 from jaxshare.sharding import Axis
 
@@ -108,8 +108,7 @@ def _by_head(x: Array, kernel: Weight, contract: int) -> Array:
     contracting the kernel's axis `contract`; accumulated in float32 and rounded to x's dtype."""
     rows, tokens, heads, _ = x.shape
     by_head = jnp.moveaxis(x, 2, 0).reshape(heads, rows * tokens, -1)
-    # As in `jaxshare.models.linear.product`, two rows take a faster path than one.
-    single = rows * tokens == 1 and x.dtype != jnp.float32
+    single = is_doubled(rows * tokens, x.dtype)
     y = jax.lax.dot_general(
         jnp.concatenate([by_head, by_head], axis=1) if single else by_head,
         dequantised(kernel, x.dtype).reshape(heads, -1, kernel.shape[-1]),

@@ -24,6 +24,7 @@ from jaxshare.cache import KVCache
 from jaxshare.cpu import Implementation
 from jaxshare.decoding.state import DecodeModel
 from jaxshare.layout import Layout, is_concrete
+from jaxshare.models.adapters.low_rank import ADAPTERS, LayerAdapters, of_rows
 from jaxshare.models.cached_layer import run_layer
 from jaxshare.models.causal_attention import causal_attention
 from jaxshare.models.config import LayerForm, ModelConfig
@@ -39,7 +40,7 @@ from jaxshare.softcap import soft_capped
 from jaxshare.trace.attention import TraceBatch, trace_attention
 
 Params = Mapping[str, Any]
-"""Flax variables: {"params": {...}}."""
+"""Flax variables: {"params": {...}}, and {"adapters": {...}} where rows may have adapters."""
 
 Attend = Callable[
     [int, Float[Array, "R T H D"], Float[Array, "R T K D"], Float[Array, "R T K D"], Sinks],
@@ -205,7 +206,12 @@ class Decoder(nn.Module):
                 q, *arenas, plan, sinks=sinks, implementation=implementation, **how
             )
 
-        self._trunk(tokens, attend)
+        x = self._embed(tokens)
+        for i, form in enumerate(self.config.layer_forms):
+            layer = Layer(self.config, self.axis, form=form, parent=None)
+            own = self._variables_of(i, layout)
+            variables = {"params": own[0]} | of_rows(own[1])
+            x: Any = layer.apply(variables, x, functools.partial(attend, i))
         return jnp.stack(shares)
 
     def _pass(
@@ -218,14 +224,24 @@ class Decoder(nn.Module):
             self._trunk(tokens, lambda layer, q, k, v, sinks: q)
         for i, form in enumerate(self.config.layer_forms):
             layer = Layer(self.config, self.axis, self.implementation, form, parent=None)
-            params = self.variables["params"][f"layers_{i}"]
+            params, adapters = self._variables_of(i, layout)
             with jax.named_scope(f"layers_{i}"):  # which profiles and compiled programs tell apart
                 x, keys[i], values[i] = run_layer(
-                    layer, params, x, keys[i], values[i], plans[form], self.implementation
+                    layer, params, x, keys[i], values[i], plans[form], self.implementation, adapters
                 )
         cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
         plan = plans[self.config.layer_form(0)]
         return self.norm(x), cache.advance(plan), plan
+
+    def _variables_of(
+        self, layer: int, layout: Layout
+    ) -> tuple[Mapping[str, Any], LayerAdapters | None]:
+        """The parameters of a layer, and its adapters where the layout's rows may have some."""
+        name, adapters = f"layers_{layer}", self.variables.get(ADAPTERS)
+        of_layer = None
+        if adapters is not None and layout.adapters is not None:
+            of_layer = adapters[name], jnp.asarray(layout.adapters)
+        return self.variables["params"][name], of_layer
 
     def _plans(
         self, cache: KVCache, layout: Layout, count: Array, width: int

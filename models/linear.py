@@ -16,6 +16,7 @@ from jaxtyping import Float, Float32
 
 from jaxshare import cpu
 from jaxshare.cpu import Implementation
+from jaxshare.models.adapters.low_rank import RowAdapters, adapted, adapter_of
 from jaxshare.models.expert_parallel import TokenShare
 from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor
@@ -88,8 +89,10 @@ class Linear(nn.Module):
             return kernel, None
         return kernel, self.param("bias", nn.initializers.zeros, (self.features,))
 
-    def __call__(self, x: Float[Array, "... in"]) -> Float[Array, "..."]:
-        (y,) = linears(x, [self])
+    def __call__(
+        self, x: Float[Array, "... in"], adapters: RowAdapters | None = None
+    ) -> Float[Array, "..."]:
+        (y,) = linears(x, [self], [adapters])
         return y
 
 
@@ -123,9 +126,13 @@ def dequantised(value: Weight, dtype: jax.typing.DTypeLike | None = None) -> Flo
     return value if dtype is None else value.astype(dtype)
 
 
-def linears(x: Float[Array, "... in"], modules: Sequence[Linear]) -> list[Float[Array, "... _"]]:
+def linears(
+    x: Float[Array, "... in"],
+    modules: Sequence[Linear],
+    adapters: Sequence[RowAdapters | None] | None = None,
+) -> list[Float[Array, "... _"]]:
     """Applies several linear modules of one kind to x, with one call for all of their products where
-    there is a kernel for that."""
+    there is a kernel for that; what adapters add to each of them included."""
     first = modules[0]
     dtype = first.dtype or x.dtype
     for each in modules:
@@ -135,6 +142,8 @@ def linears(x: Float[Array, "... in"], modules: Sequence[Linear]) -> list[Float[
     # whole one up to the order of the sum.
     exact = jnp.float32 if first.axis else dtype
     found = products(x, kernels, exact, first.implementation)
+    if adapters:
+        found = [adapted(y, x, each) for y, each in zip(found, adapters, strict=True)]
     total = first.share.summed if first.share else psum
     results = [total(y, first.axis).astype(dtype) for y in found]
     return [y if b is None else y + b.astype(dtype) for y, b in zip(results, biases, strict=True)]
@@ -158,14 +167,16 @@ def projections(
       sizes: the features of each part by its name.
       bias, implementation: see `Linear`.
     """
+    adapters = [adapter_of(module, part) for part in sizes]
     if not module.has_variable("params", name):
         parts = [
             Linear(size, bias, implementation=implementation, name=part)
             for part, size in sizes.items()
         ]
-        return linears(x, parts)
+        return linears(x, parts, adapters)
     whole = Linear(sum(sizes.values()), bias, implementation=implementation, name=name)(x)
-    return jnp.split(whole, [*itertools.accumulate(sizes.values())][:-1], axis=-1)
+    found = jnp.split(whole, [*itertools.accumulate(sizes.values())][:-1], axis=-1)
+    return [adapted(y, x, each) for y, each in zip(found, adapters, strict=True)]
 
 
 def products(
@@ -211,12 +222,16 @@ def product(x: Float[Array, "... in"], kernel: Weight) -> Float32[Array, "... ou
     at a time, so that its plain numbers are never all there.
     """
     flat = x.reshape(-1, x.shape[-1])
-    # For a single row XLA on the CPU converts the whole kernel to float32; two rows take the fast
-    # path.
-    single = flat.shape[0] == 1 and x.dtype != jnp.float32
-    rows = jnp.concatenate([flat, flat]) if single else flat
+    rows = jnp.concatenate([flat, flat]) if is_doubled(flat.shape[0], x.dtype) else flat
     y = _by_strips(rows, kernel) if isinstance(kernel, QuantisedTensor) else _dot(rows, kernel)
     return y[: flat.shape[0]].reshape(*x.shape[:-1], -1)
+
+
+def is_doubled(rows: int, dtype: jax.typing.DTypeLike) -> bool:
+    """True if a product of so many rows is to be one of twice as many. For a single row XLA on the
+    CPU converts the whole kernel to float32, and for two it does not; on a GPU one is a launch
+    less."""
+    return rows == 1 and dtype != jnp.float32 and current_device() is None
 
 
 def _dot(rows: Float[Array, "R in"], kernel: Weight) -> Float32[Array, "R out"]:

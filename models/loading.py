@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,10 @@ from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.deprecated import renamed
 from jaxshare.layout import Layout
 from jaxshare.models import layers, orbax_io
+from jaxshare.models.adapters.adapter_params import AdapterParams
+from jaxshare.models.adapters.loaded import load_adapters, named_adapter
+from jaxshare.models.adapters.low_rank import ADAPTERS
+from jaxshare.models.adapters.places import Adapter, Adapters
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.config_fields import Fields, read_json
 from jaxshare.models.fingerprint import bit_sums
@@ -86,6 +90,8 @@ class LoadedModel:
       name: the folder or hub id it was loaded from; "" for a model that was not loaded.
       approximate_kv: the format, "int8" or "fp8", in which caches of the model keep keys and values,
         so that its results are approximate; None for exact ones.
+      adapters: those that passes can add by row; None for a model without places for them.
+      adapter: the one of rows that name none; None for the model itself. See `using`.
     """
 
     config: ModelConfig
@@ -97,14 +103,30 @@ class LoadedModel:
     kv_repeats: int = 1
     name: str = ""
     approximate_kv: str | None = None
+    adapters: Adapters | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self):
         check_approximation("approximate_kv", self.approximate_kv)
+
+    def __repr__(self) -> str:
+        """A line: what it was loaded from, its architecture, and its size."""
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.params, is_leaf=is_quantised))
+        where = "" if self.mesh is None else f" on {dict(self.mesh.shape)}"
+        kind = self.config.architecture
+        return f"<LoadedModel {self.name!r}: {kind}, {count:,} parameters{where}>"
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
         """The module that takes `params`: a `Decoder` or, on a mesh, a `ShardedDecoder`."""
         return Decoder(self.config) if self.mesh is None else ShardedDecoder(self.config, self.mesh)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What `module` takes in passes over a cache: `params`, and the matrices of adapters."""
+        if self.adapters is None:
+            return self.params
+        return {**self.params, ADAPTERS: self.adapters.arrays}
 
     @property
     def dtype(self) -> np.dtype:
@@ -127,6 +149,8 @@ class LoadedModel:
         """
         if self.mesh is not None:
             raise ValueError("the model is on a mesh already; load it again to put it on another")
+        if self.adapters is not None:
+            raise ValueError("the model has adapters; put it on the mesh first, and add them then")
         fitted = fit(self.config, mesh)
         return dataclasses.replace(
             self,
@@ -143,28 +167,79 @@ class LoadedModel:
         """
         if self.mesh is None or axis_size(self.mesh, DATA) == 1:
             return [self]
-        return [
-            dataclasses.replace(self, params=params_on(self.params, mesh), mesh=mesh)
-            for mesh in data_groups(self.mesh)
-        ]
+        return [self._on_group(mesh) for mesh in data_groups(self.mesh)]
+
+    def _on_group(self, mesh: Mesh) -> "LoadedModel":
+        adapters = self.adapters and self.adapters.on_group(mesh)
+        params = params_on(self.params, mesh)
+        return dataclasses.replace(self, params=params, mesh=mesh, adapters=adapters)
+
+    def with_adapters(
+        self,
+        adapters: Mapping[str, str | os.PathLike | AdapterParams] | None = None,
+        *,
+        max_adapters: int | None = None,
+        max_rank: int | None = None,
+    ) -> "LoadedModel":
+        """Returns the model with places for adapters, and these in them, in place of any it had.
+
+        Args:
+          adapters: by name; folders of PEFT files, or their matrices.
+          max_adapters: places; default as many as are given, at least 1.
+          max_rank: the largest rank that fits; default the largest that is given, or else 16.
+
+        Raises:
+          FileNotFoundError, AdapterError: see `jaxshare.models.load_adapter`; or more adapters, or a
+            larger rank, than there is to be room for.
+          ValueError: the model is on devices of several processes.
+        """
+        sizes = {"max_adapters": max_adapters, "max_rank": max_rank}
+        of_model = self.config_of_checkpoint, self.dtype, self.module
+        found = load_adapters(adapters or {}, *of_model, **sizes)
+        return dataclasses.replace(self, adapters=found, adapter=None)
+
+    def using(self, name: str | None) -> "LoadedModel":
+        """Returns the model whose rows have one of its adapters where they name none.
+
+        Raises:
+          AdapterError: it has none of this name.
+        """
+        return dataclasses.replace(self, adapter=named_adapter(self.adapters, name))
+
+    def adapted(self, layout: Layout, places: Sequence[int] | None = None) -> Layout:
+        """Returns a layout with the places of its rows' adapters.
+
+        Args:
+          layout: of a pass.
+          places: of the first rows; the others have none. By default all rows have `adapter`.
+        """
+        if self.adapters is None:
+            return layout
+        rows = np.zeros(layout.num_rows, np.int32)
+        if places is None:
+            rows[:] = self.adapter.place if self.adapter else 0
+        else:
+            rows[: len(places)] = places
+        return dataclasses.replace(layout, adapters=rows)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """The identity of the model in saved files: a hash of its shape and its parameters' bits.
 
-        The same on every mesh; it differs between dtypes of the parameters. Its first 32 digits do
+        The same on every mesh; it differs between dtypes of the parameters, and with an adapter. Its first 32 digits do
         not tell parameters from the same ones in another order: they are the whole fingerprint of
         files of former versions (`same_fingerprint`).
         """
-        config = self._config_of_checkpoint
-        whole = self.config.for_context(self.config.max_positions)
-        sums = bit_sums(self.params, whole, self.kv_repeats)
+        config = self.config_of_checkpoint
+        own = self.config.for_context(self.config.max_positions)
+        sums = bit_sums(self.params, own, self.kv_repeats)
         target = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         on_host = [np.asarray(value) for value in jax.tree.leaves(jax.device_put(sums, target))]
         plain, weighted = np.stack(on_host).T
         shape = repr(config.for_context(config.max_positions)).encode()
         former = hashlib.blake2b(shape + plain.tobytes(), digest_size=16).hexdigest()
-        return former + hashlib.blake2b(weighted.tobytes(), digest_size=8).hexdigest()
+        whole = former + hashlib.blake2b(weighted.tobytes(), digest_size=8).hexdigest()
+        return self.adapter.digest.hex() + whole if self.adapter else whole
 
     @functools.cached_property
     def trace_fingerprint(self) -> str:
@@ -173,14 +248,14 @@ class LoadedModel:
         The same on every mesh, and while its parameters are trained.
         """
         tokens = sorted(self.tokenizer.get_vocab().items()) if self.tokenizer else []
-        config = self._config_of_checkpoint
+        config = self.config_of_checkpoint
         every = dataclasses.asdict(config)
         told = {name: every[name] for name in config.described()}
         text = json.dumps([told, tokens], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
-    def _config_of_checkpoint(self) -> ModelConfig:
+    def config_of_checkpoint(self) -> ModelConfig:
         """The configuration with each kv head once."""
         return dataclasses.replace(
             self.config, num_kv_heads=self.config.num_kv_heads // self.kv_repeats
@@ -205,16 +280,17 @@ class LoadedModel:
           tokens: int32[R, T], new tokens of each row, padded on the right.
           count: int32[R], the number of real tokens of each row.
           cache: the cached tokens; donated.
-          layout: the blocks that each row sees.
+          layout: the blocks that each row sees, and the places of adapters; without these all rows
+            have `adapter`.
           every: return the logits of every new token.
 
         Returns:
           The logits of each row's last real token ([R, T, V] with `every`), and the cache with the
           new tokens in it.
         """
-        return layers.forward(
-            self.config, self.params, tokens, count, cache, layout, every=every, module=self.module
-        )
+        layout = layout if layout.adapters is not None else self.adapted(layout)
+        given = tokens, count, cache, layout
+        return layers.forward(self.config, self.variables, *given, every=every, module=self.module)
 
 
 def load(

@@ -128,6 +128,11 @@ def _check(model: LoadedModel, trace: Trace) -> None:
     """Raises ValueError if a trace has no tokens, is of another model, or exceeds its context."""
     if not trace.num_tokens:
         raise ValueError("the trace has no tokens; record at least one pass")
+    if model.adapter is not None:
+        raise ValueError(
+            f"the model is used with the adapter {model.adapter.name!r}, and a trace is encoded anew "
+            "without one; merge it into the model (jaxshare.models.merged)"
+        )
     if trace.fingerprint not in ("", model.trace_fingerprint):
         raise ValueError(
             f"the trace is of another model or tokenizer (fingerprint {trace.fingerprint[:12]}, "

@@ -47,7 +47,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         shards.
     """
     if (folder / SINGLE).is_file():
-        return _read_header(folder / SINGLE)
+        return tensors_of_file(folder / SINGLE)
     if (folder / INDEX).is_file():
         return _read_index(folder)
     others = sorted(
@@ -90,7 +90,7 @@ def _read_index(folder: Path) -> dict[str, StoredTensor]:
             raise FileNotFoundError(
                 f"{folder} has no {cut(name)}, which {INDEX} lists: fetch the missing shard"
             )
-        for tensor, stored in _read_header(folder / name).items():
+        for tensor, stored in tensors_of_file(folder / name).items():
             if weight_map.get(tensor) == name:
                 tensors[tensor] = stored
             else:
@@ -117,7 +117,12 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of one file, by name, from its header alone.
+
+    Raises:
+      CheckpointError: it is truncated or corrupt.
+    """
     with _open(file) as tensors:
         names = tensors.keys()  # `tensors` is no dict and cannot be iterated
         slices = {name: tensors.get_slice(name) for name in names}

@@ -113,7 +113,8 @@ def find(path: str | os.PathLike, revision: str | None, files: list[str]) -> Pat
     if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(
             f"there is no model folder {name}: give a folder with config.json and "
-            "model.safetensors, or a hub id such as Qwen/Qwen3-0.6B"
+            "model.safetensors, a hub id such as Qwen/Qwen3-0.6B, or `embedded` for the model that "
+            "comes with jaxshare"
         )
     import huggingface_hub  # here, because most programs do not use the hub
 

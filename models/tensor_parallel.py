@@ -21,6 +21,7 @@ from jaxtyping import Float, Float32, Int, Shaped
 from jaxshare import sharding
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
+from jaxshare.models.adapters.low_rank import LORA_A, LORA_B
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder, Params
 from jaxshare.models.packed import kv_modules
@@ -62,6 +63,9 @@ def logical_axes(path: ParamPath, config: ModelConfig, mesh: Mesh) -> LogicalAxe
     *_, parent, module, leaf = "", *path
     if leaf in _KERNELS:
         return _KERNELS[leaf]
+    if leaf in (LORA_A, LORA_B):  # of one place after the other
+        out, width = _KERNELS[module]
+        return (None, None, width) if leaf == LORA_A else (None, out, None)
     if config.qk_norm_whole and module in ("q_norm", "k_norm"):
         module = module[0]
     names = _KERNELS.get(module, (None, None))
@@ -277,7 +281,7 @@ def _indivisible(config: ModelConfig, expert: int, tensor: int) -> str:
 
 def repeats(path: ParamPath, config: ModelConfig, mesh: Mesh) -> int:
     """Returns how many copies of each head a parameter of `config` has on a mesh."""
-    if path[-2] not in kv_modules(config):
+    if path[-2] not in kv_modules(config) or path[-1] == LORA_A:
         return 1
     return fit(config, mesh).num_kv_heads // config.num_kv_heads
 

@@ -17,12 +17,14 @@ from jaxshare.trace.recorder import PassLog
 
 def take_first(state: DecodeState, rows: int) -> DecodeState:
     """A state of the first rows alone. It has no fan-in groups, which pay for many rows only."""
+    adapters = state.layout.adapters
+    adapters = None if adapters is None else adapters[:rows]
     cut = jax.tree.map(lambda array: array[:rows], _per_row(state))
     log = jax.tree.map(lambda array: array[:, :rows], _log_per_row(state.record))
     return dataclasses.replace(
         cut,
         cache=state.cache,
-        layout=Layout(state.layout.blocks[:rows]),
+        layout=Layout(state.layout.blocks[:rows], adapters=adapters),
         stops=state.stops,
         passes=state.passes,
         steps=dataclasses.replace(cut.steps, automata=state.steps.automata),

@@ -44,12 +44,14 @@ def feed_in_pieces(
     cut = jnp.pad(tokens, ((0, 0), (0, -width % PIECE))).reshape(num_rows, -1, PIECE)
     # A session's row that opens a step brings several pieces, which read what its other rows do.
     groups = tuple(2 * group for group in state.layout.groups if 2 * group < pieces)
+    layout, adapters = state.layout, state.layout.adapters
+    adapters = None if adapters is None else part(jnp.asarray(adapters), fill_value=0)
     new, cache = model.apply(
         params,
         cut.at[row, number].get(mode="fill", fill_value=0),
         size,
         state.cache,
-        Layout(part(state.layout.blocks, fill_value=-1), groups, ahead=ahead),
+        Layout(part(layout.blocks, fill_value=-1), groups, ahead=ahead, adapters=adapters),
     )
     # A row's logits are those of its last piece, and no numbers where those of any piece are none.
     last = jnp.where(place + 1 == part(ends, fill_value=-1), row, num_rows)

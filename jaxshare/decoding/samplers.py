@@ -25,6 +25,7 @@ from jaxshare.decoding.sampling import (
 )
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.layout import bucket
+from jaxshare.pallas.device import current_device
 from jaxshare.sharding import on_each
 
 _LEAST_P = 2.0**-126
@@ -247,9 +248,9 @@ class Samplers:
             logits = with_word_values(logits, history, self.words, self.word_values, first)
         if history.counts.shape[1]:
             penalties = (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
-            logits = lax.cond(
-                jnp.any(penalties), lambda x: penalised(x, history, self), lambda x: x, logits
-            )
+            # A GPU would copy the logits of rows without, which takes as long as this.
+            wanted = jnp.any(penalties) if current_device() is None else True
+            logits = lax.cond(wanted, lambda x: penalised(x, history, self), lambda x: x, logits)
         if history.tokens.shape[1]:
             logits = without_repeats(logits, history, self.ngram, first)
         return admitted(logits, masks, first)

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxshare.decoding.history import History
 from jaxshare.decoding.truncation import truncation_bounds
+from jaxshare.pallas.truncated_draws import drawn, draws_on
 from jaxshare.sharding import (
     MODEL_AXES,
     Axis,
@@ -93,6 +94,9 @@ def sample_rows(
     left."""
     first = _first_token(axis, logits)
     logits = samplers.changed(logits, history, masks, positions, first)
+    if axis is None and (device := draws_on(logits)):
+        cuts = samplers.top_k, samplers.top_p, samplers.min_p, samplers.typical_p
+        return drawn(logits, samplers.temperature, *cuts, uniforms(seeds, positions), device)
     top = pmax(jnp.max(logits, axis=-1, keepdims=True), axis)
     likeliest = _argmax(top, logits, first, axis)
 

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 
 from jaxshare import cpu
 from jaxshare.pallas.device import current_device
+from jaxshare.pallas.truncated_draws import draws_on, kept_bounds
 
 _NO_KEY = np.int32(-(2**31))
 """Below the key of every number."""
@@ -58,6 +59,10 @@ def truncation_bounds(
     Returns:
       Two arrays float32[R, 1]: -inf and inf where nothing is cut.
     """
+    if device := draws_on(scaled):
+        share = jnp.ones_like(top_p) if typical_p is None else typical_p
+        floor, ceiling = kept_bounds(scaled, top_k, top_p, min_p, share, device)
+        return floor[:, None], ceiling[:, None]
     floor, top = _top_k_top_p(scaled, top_k, top_p)
     by_min_p = top + jnp.log(min_p)
     # By keys, since a maximum of floats takes subnormal numbers for zeros on some devices.

@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
+from jaxshare.pallas.codes_mosaic_gpu import WIDEST_APART, CodeBuffers, code_columns
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
 from jaxshare.pallas.items_mosaic_gpu import ALIGNMENT, WARPGROUP
@@ -25,7 +26,7 @@ from jaxshare.pallas.kernel_mosaic_gpu import Barriers, attention_kernel
 from jaxshare.pallas.latent_kernel_mosaic_gpu import LatentBarriers, latent_kernel
 from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
 from jaxshare.pallas.scores import query_scale
-from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
+from jaxshare.pallas.tiles import CODES_TABLE, MosaicTiles, choose_mosaic, store_columns
 from jaxshare.pallas.work_items import Work, make_work
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena
@@ -43,13 +44,12 @@ def mosaic_gpu_attention(
 ) -> Float[Array, "R T H _"]:
     """Attention of queries over arenas that already hold this pass's keys.
 
-    The queries are not rotated; the result has their dtype.
+    The queries are not rotated; the result has their dtype. Codes of quantised keys and values are
+    exact in the cache's dtype, and their scales are factors of scores and weights.
 
     Raises:
       NotImplementedError: a device, dtype or shape that the kernel does not support.
     """
-    if isinstance(keys, QuantisedTensor) or isinstance(values, QuantisedTensor):
-        raise NotImplementedError("its products take keys and values as they are, not as codes")
     device = current_device()
     rows, width, heads, dim = q.shape
     kv_heads = keys.shape[0]
@@ -58,8 +58,14 @@ def mosaic_gpu_attention(
     check_head_dim(dim, values.shape[2], 2 * plan.query_cos.shape[-1])
     latent = not values.shape[2]
     assert device is not None
-    tiles = choose_mosaic(device, dim, group, rows * width * group, keys.dtype)
-    keys, values = (_padded(a, tiles.tile) for a in (keys, values))
+    if isinstance(keys, QuantisedTensor) and dim not in CODES_TABLE:
+        served = ", ".join(map(str, CODES_TABLE))
+        raise NotImplementedError(
+            f"where the cache approximates its head dims are {served}; this one is {dim}"
+        )
+    dtype = keys.codes.dtype if isinstance(keys, QuantisedTensor) else keys.dtype
+    tiles = choose_mosaic(device, dim, group, rows * width * group, dtype)
+    keys, values = (jax.tree.map(lambda a: _padded(a, tiles.tile), x) for x in (keys, values))
     work = make_work(
         plan,
         group=group,
@@ -71,7 +77,7 @@ def mosaic_gpu_attention(
         alignment=ALIGNMENT,
     )
     queries = segment_queries(q, plan, work, query_scale(scale, softcap), keys.dtype)
-    if latent:
+    if latent and not isinstance(keys, QuantisedTensor):
         dim -= 2 * plan.query_cos.shape[-1]
         out, lse = _latent_pieces(queries, keys, dim, work, tiles, device, softcap)
     else:
@@ -81,7 +87,7 @@ def mosaic_gpu_attention(
     )
 
 
-def _check(device: Device | None, keys: Array, group: int) -> None:
+def _check(device: Device | None, keys: Arena, group: int) -> None:
     if device is None:
         raise NotImplementedError(
             f"it runs on NVIDIA GPUs of compute capability 9.0, and this is {jax.default_backend()}"
@@ -147,8 +153,8 @@ def _padded(arena: Array, tile: int) -> Array:
 
 def _pieces(
     queries: Array,
-    keys: Array,
-    values: Array,
+    keys: Arena,
+    values: Arena,
     work: Work,
     tiles: MosaicTiles,
     device: Device,
@@ -161,39 +167,46 @@ def _pieces(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    dim, dtype = keys.shape[2], keys.dtype
-    part = _store_columns(dim)
+    dim, dtype = keys.shape[2], queries.dtype
+    of_codes = [a for a in (keys, values) if isinstance(a, QuantisedTensor)]
+    part = store_columns(dim, bool(of_codes))
     swizzled, stored = (
-        _transforms(plgpu, columns, size)
-        for columns, size in ((dim, keys.dtype.itemsize), (part, 4))
+        _transforms(plgpu, columns, size) for columns, size in ((dim, dtype.itemsize), (part, 4))
     )
     stages, query_stages = tiles.stages, tiles.query_stages
     kernel = functools.partial(
         attention_kernel, plgpu, work, tiles, keys.shape[1], part, softcap, device.interpret
     )
+    scratch = [
+        plgpu.SMEM((query_stages, 2, WARPGROUP, dim), dtype, transforms=swizzled),
+        plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
+        plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
+        plgpu.SMEM((2, WARPGROUP, part), jnp.float32, transforms=stored),
+        plgpu.SMEM((2, 2, WARPGROUP), jnp.float32),
+        Barriers(
+            query_full=plgpu.Barrier(num_barriers=2 * query_stages),
+            query_free=plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
+            key_full=plgpu.Barrier(num_barriers=stages),
+            value_full=plgpu.Barrier(num_barriers=stages),
+            key_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            value_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            given=plgpu.Barrier(),
+            taken=plgpu.Barrier(),
+        ),
+    ]
+    if of_codes:
+        kind = of_codes[0].codes.dtype
+        transforms = _transforms(plgpu, code_columns(plgpu, dim), kind.itemsize)
+        scratch.append(CodeBuffers.scratch(plgpu, tiles, dim, kind, transforms))
     return _launched(
         kernel,
-        (queries, keys, values),
+        (queries, *(a.codes if isinstance(a, QuantisedTensor) else a for a in (keys, values))),
         padded_dim(dim),
         work,
         device,
-        scratch=[
-            plgpu.SMEM((query_stages, 2, WARPGROUP, dim), dtype, transforms=swizzled),
-            plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
-            plgpu.SMEM((stages, tiles.tile, dim), dtype, transforms=swizzled),
-            plgpu.SMEM((2, WARPGROUP, part), jnp.float32, transforms=stored),
-            plgpu.SMEM((2, 2, WARPGROUP), jnp.float32),
-            Barriers(
-                query_full=plgpu.Barrier(num_barriers=2 * query_stages),
-                query_free=plgpu.Barrier(num_arrivals=2, num_barriers=query_stages),
-                key_full=plgpu.Barrier(num_barriers=stages),
-                value_full=plgpu.Barrier(num_barriers=stages),
-                key_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                value_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                given=plgpu.Barrier(),
-                taken=plgpu.Barrier(),
-            ),
-        ],
+        scratch,
+        scales=[a.scales[..., 0] for a in of_codes],
+        num_threads=4 if of_codes and dim <= WIDEST_APART else 3,
     )
 
 
@@ -243,8 +256,10 @@ def _launched(
     work: Work,
     device: Device,
     scratch: Sequence[Any],
+    scales: Sequence[Array] = (),
+    num_threads: int = 3,
 ) -> tuple[Array, Array]:
-    """Runs a kernel over all items, with three warpgroups each.
+    """Runs a kernel over all items.
 
     Args:
       kernel: takes the arrays, those of the work, the two results and the scratch memory.
@@ -252,6 +267,8 @@ def _launched(
       columns: of the partial results.
       work, device: of the pass.
       scratch: the kernel's memory and barriers.
+      scales: of codes, [K, tokens] of keys and of values; none of an exact cache.
+      num_threads: warpgroups of an item.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -264,7 +281,7 @@ def _launched(
         scratch_types=scratch,
         grid=(work.items.shape[0],),
         grid_names=("item",),
-        num_threads=3,
+        num_threads=num_threads,
         thread_name="warpgroup",
         kernel_name="block_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -277,15 +294,13 @@ def _launched(
         work.segments.table,
         jnp.stack([work.count, work.total]),
         *([] if work.unseen is None else [work.unseen]),
+        *scales,
     )
 
 
 def _transforms(plgpu: Any, columns: int, itemsize: int) -> tuple[Any, ...]:
-    """The tiling and swizzling of shared memory that wgmma and bulk copies need."""
+    """The tiling and swizzling of shared memory that wgmma and bulk copies need; rows of 16 bytes
+    lie one after the other."""
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
-
-
-def _store_columns(dim: int) -> int:
-    """Columns of a head that are stored through shared memory at once."""
-    return 64 if dim % 64 == 0 else dim
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+    return (tiling, plgpu.SwizzleTransform(swizzle)) if swizzle > 16 else (tiling,)

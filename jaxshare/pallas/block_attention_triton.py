@@ -56,7 +56,8 @@ def triton_attention(
     device = _supported_device(q, keys, values, plan)
     rows, width, heads, dim = q.shape
     group = heads // keys.shape[0]
-    tiles = choose_triton(device, dim, group, rows * width * group, keys.dtype)
+    dtype = keys.codes.dtype if isinstance(keys, QuantisedTensor) else keys.dtype
+    tiles = choose_triton(device, dim, group, rows * width * group, dtype)
     work = make_work(
         plan,
         group=group,

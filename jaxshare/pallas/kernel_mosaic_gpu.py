@@ -9,6 +9,9 @@ copies, as many under way as shared memory holds. The two others compute, 64 que
   * a narrow one, down to a single row's, is split by tiles: they alternate, and their results are
     merged at its end.
 
+Where the cache approximates, tiles of codes are what is fetched, and they are converted before they
+are used (`jaxshare.pallas.codes_mosaic_gpu`).
+
 So one shape of program serves blocks that one row sees and blocks that a thousand see. Products are
 wgmma throughout: its 64 rows are mostly padding for a private block, but then memory, not the
 matrix units, sets the pace (benchmarks/roofline.md).
@@ -22,6 +25,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxshare.pallas.codes_mosaic_gpu import (
+    WIDEST_APART,
+    CodeBuffers,
+    Conversion,
+    Stream,
+    wait_for_last,
+)
 from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads
 from jaxshare.pallas.scores import capped
 from jaxshare.pallas.tiles import MosaicTiles
@@ -37,8 +47,8 @@ their replacements when they are interpreted."""
 class Barriers(NamedTuple):
     """The barriers of the kernel.
 
-    Those named full and free are between the fetching warpgroup and the two that compute: a slot is
-    full, or free again. `given` and `taken` are between those two.
+    Those named full and free are between the warpgroup that fetches, or converts codes, and the two
+    that compute: a slot is full, or free again. `given` and `taken` are between those two.
     """
 
     query_full: Any
@@ -71,19 +81,32 @@ def attention_kernel(
     """The kernel of one item. plgpu is Pallas' Mosaic GPU module.
 
     Refs in device memory: q [K, Q + span, D], k, v [K, tokens, D], limit [Q + span], item [P, 4],
-    segment [S, 8], count [2], with a sliding window unseen [Q + span], out [partial rows, padded D],
-    lse [partial rows]. In shared memory: q [slots, 2, 64, D], k, v [slots, tile, D], out [2, 64,
-    part], stat [2, 2, 64].
+    segment [S, 8], count [2], with a sliding window unseen [Q + span], of codes their scales
+    [K, tokens], out [partial rows, padded D], lse [partial rows]. In shared memory: q [slots, 2,
+    64, D], k, v [slots, tile, D], out [2, 64, part], stat [2, 2, 64]; for codes `CodeBuffers`.
     """
-    *unseen_ref, out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, stat_smem, barriers = rest
-    size, dim, dtype = tiles.tile, k_ref.shape[2], k_ref.dtype
+    codes: CodeBuffers | None = rest[-1] if isinstance(rest[-1], CodeBuffers) else None
+    *inputs, out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, stat_smem, barriers = (
+        rest if codes is None else rest[:-1]
+    )
+    unseen_ref = inputs[: work.unseen is not None]
+    size, dim, dtype = tiles.tile, k_ref.shape[2], q_ref.dtype
     wgmma = plgpu.Layout.WGMMA
     item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
     reads = ItemReads(item_ref, segment_ref, count_ref, item, tile=size, arena=arena)
+    fetched_tiles = numbers = (
+        Stream(k_ref, k_smem, barriers.key_full, barriers.key_free),
+        Stream(v_ref, v_smem, barriers.value_full, barriers.value_free),
+    )
+    if codes is not None:
+        fetched_tiles = codes.streams(k_ref, v_ref, *inputs[-2:])
+    conversion = Conversion(plgpu, fetched_tiles, numbers)
+    # The warpgroup that fetches converts, too.
+    is_joint = codes is not None and dim > WIDEST_APART
 
     @pl.when(warpgroup == 2)
     def _fetch() -> None:
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(72 if is_joint else 24, action="decrease")
 
         def fetch_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             pieces, fetched = done
@@ -105,42 +128,45 @@ def attention_kernel(
             pl.when(now.queries > WARPGROUP)(lambda: fetch_half(1))
 
             def fetch_tile(i: Array, fetched: Array) -> Array:
-                slot = lax.rem(fetched, tiles.stages)
-                start = reads.window(now, i)[0]
-                for ref, smem, full, free in (
-                    (k_ref, k_smem, barriers.key_full, barriers.key_free),
-                    (v_ref, v_smem, barriers.value_full, barriers.value_free),
-                ):
+                if is_joint:
 
-                    @pl.when(fetched >= tiles.stages)
-                    def _(free: Any = free) -> None:
-                        plgpu.barrier_wait(free.at[slot])
+                    @pl.when(i - now.first >= tiles.code_stages)
+                    def _() -> None:
+                        conversion.tile(fetched - tiles.code_stages, fetched)
 
-                    plgpu.copy_gmem_to_smem(
-                        ref.at[now.head, pl.ds(start, size)], smem.at[slot], full.at[slot]
-                    )
+                for stream in fetched_tiles:
+                    stream.fetch(plgpu, now.head, reads.window(now, i)[0], fetched)
                 return fetched + 1
 
-            return pieces + 1, lax.fori_loop(now.first, now.end, fetch_tile, fetched)
+            end = lax.fori_loop(now.first, now.end, fetch_tile, fetched)
+            if is_joint:
+                # All of them: to wait for the next queries' slot is to wait for these tiles' use.
+                left = jnp.maximum(fetched, end - tiles.code_stages)
+                lax.fori_loop(left, end, conversion.tile, left)
+            return pieces + 1, end
 
         pieces, fetched = lax.fori_loop(
             reads.first_segment, reads.end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0))
         )
-        # A waiter must see every phase of a barrier, the last ones too.
-        for used, free in (
-            (pieces, barriers.query_free),
-            (fetched, barriers.key_free),
-            (fetched, barriers.value_free),
-        ):
-            for slot in range(free.shape[0]):
+        wait_for_last(plgpu, pieces, barriers.query_free)
+        wait_for_last(plgpu, fetched, *(stream.free for stream in fetched_tiles))
 
-                @pl.when(used > slot)
-                def _(free: Any = free.at[slot]) -> None:
-                    plgpu.barrier_wait(free)
+        if is_joint:
+            wait_for_last(plgpu, fetched, *(stream.free for stream in numbers))
+
+    if codes is not None and not is_joint:
+
+        @pl.when(warpgroup == 3)
+        def _convert() -> None:
+            plgpu.set_max_registers(72, action="decrease")
+            conversion.all_tiles(reads)
 
     @pl.when(warpgroup < 2)
     def _compute() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        # of the 504, or with four warpgroups 512, that there are for all
+        plgpu.set_max_registers(
+            240 if codes is None else 216 if is_joint else 208, action="increase"
+        )
 
         def filled(value: float, *shape: int) -> Array:
             return plgpu.layout_cast(
@@ -149,6 +175,12 @@ def attention_kernel(
 
         def wide(x: Array, columns: int) -> Array:
             return lax.broadcast_in_dim(x, (WARPGROUP, columns), [0])
+
+        def scaled(x: Array, slots: Any, used: Array) -> Array:
+            """Numbers [64, tile] times the scales of the tile's keys or values."""
+            ref = slots.at[lax.rem(used, slots.shape[0])]
+            scales = plgpu.load(ref, layout=wgmma.reduce(0), optimized=False)
+            return x * lax.broadcast_in_dim(scales, x.shape, [1])
 
         def compute_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             pieces, used = done
@@ -184,8 +216,10 @@ def attention_kernel(
                         return ref[...]
 
                     scores = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP, size), jnp.float32))
+                    if codes is not None:
+                        scores = scaled(scores, codes.key_scales, used)
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
-                    scores = capped(scores, softcap, few_registers=dim >= 256)
+                    scores = capped(scores, softcap, few_registers=dim >= 256 or is_joint)
                     if masked:
                         seen = reads.seen(plgpu, now, i, limit, unseen)
                         scores = jnp.where(seen, scores, -jnp.inf)
@@ -194,8 +228,12 @@ def attention_kernel(
                     keep = jnp.exp2(top - under)
                     weights = jnp.exp2(scores - wide(under, size))
                     total = total * keep + jnp.sum(weights, axis=1)
-                    weights = weights.astype(dtype)
-                    plgpu.barrier_wait(barriers.value_full.at[slot])
+                    if codes is None:
+                        weights = weights.astype(dtype)
+                        plgpu.barrier_wait(barriers.value_full.at[slot])
+                    else:
+                        plgpu.barrier_wait(barriers.value_full.at[slot])
+                        weights = scaled(weights, codes.value_scales, used).astype(dtype)
                     mixed = mixed * wide(keep, dim)
 
                     def mix(ref: Any) -> None:

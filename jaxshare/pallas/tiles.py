@@ -19,6 +19,7 @@ from jaxshare.layout import bucket
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.head_dims import LATENT_DIMS
 from jaxshare.paths import cache_folder
+from jaxshare.quantised_cache import SCALE_BYTES
 
 VERSION = 1
 """The version of the file of measured tiles. To be raised when kernels change so much that old
@@ -33,11 +34,14 @@ class MosaicTiles:
       tile: tokens of a tile of keys and values, a multiple of 64.
       stages: tiles under way between memory and multiprocessor.
       query_stages: query tiles under way, 1 or 2.
+      code_stages: where the cache approximates, tiles of its codes under way; `stages` is then the
+        tiles that these become.
     """
 
     tile: int
     stages: int
     query_stages: int
+    code_stages: int = 1
 
     def __post_init__(self) -> None:
         _check(self, tile=self.tile % 64 == 0, query_stages=self.query_stages in (1, 2))
@@ -113,20 +117,28 @@ def shared_memory(device: Device) -> int:
     return _SHARED_MEMORY.get(device.capability, min(_SHARED_MEMORY.values())) * _KIB
 
 
-def mosaic_bytes(tiles: MosaicTiles, head_dim: int) -> int:
-    """Bytes of shared memory that the mosaic_gpu kernel takes.
+def store_columns(head_dim: int, codes: bool) -> int:
+    """Columns of a head that the mosaic_gpu kernel stores through shared memory at once, in
+    float32. `codes`: the cache approximates, and codes have to fit beside wide heads."""
+    if head_dim % 64:
+        return head_dim
+    return 32 if codes and head_dim > 128 else 64
+
+
+def mosaic_bytes(tiles: MosaicTiles, head_dim: int, *, codes: bool = False) -> int:
+    """Bytes of shared memory that the mosaic_gpu kernel takes; `codes`: the cache approximates.
 
     A little more than exact for its barriers and statistics.
     """
     if head_dim in LATENT_DIMS:  # queries of one warpgroup, keys, and weights
         columns = (tiles.query_stages * _SPAN // 2 + tiles.stages * tiles.tile) * head_dim
         return (columns + _SPAN // 2 * tiles.tile) * _ITEMSIZE + 2 * _KIB
-    # of a result, which is stored through shared memory in float32
-    columns = 64 if head_dim % 64 == 0 else head_dim
+    scales = tiles.code_stages + tiles.stages
     return (
         tiles.query_stages * _SPAN * head_dim * _ITEMSIZE
         + tiles.stages * 2 * tiles.tile * head_dim * _ITEMSIZE
-        + _SPAN * columns * 4
+        + codes * 2 * tiles.tile * (tiles.code_stages * head_dim + scales * SCALE_BYTES)
+        + _SPAN * store_columns(head_dim, codes) * 4
         + 2 * _KIB
     )
 
@@ -196,9 +208,9 @@ def _most_queries(head_dim: int) -> int:
     return 32 if head_dim in LATENT_DIMS else 128 if head_dim <= 128 else 64
 
 
-def _fits(tiles: KernelConfig, device: Device, head_dim: int) -> bool:
+def _fits(tiles: KernelConfig, device: Device, head_dim: int, codes: bool = False) -> bool:
     needed = (
-        mosaic_bytes(tiles, head_dim)
+        mosaic_bytes(tiles, head_dim, codes=codes)
         if isinstance(tiles, MosaicTiles)
         else triton_bytes(tiles, head_dim)
     )
@@ -231,6 +243,16 @@ MOSAIC_TABLE = {
 spilling registers, with enough bytes under way to hide its memory's latency; not measured on one
 yet. G and the dtype are not keys: G is in the number of queries, and both dtypes have two bytes."""
 
+CODES_TABLE = {
+    64: (MosaicTiles(64, 3, 2, 6), MosaicTiles(128, 2, 2, 3)),
+    80: (MosaicTiles(64, 3, 2, 4), MosaicTiles(128, 2, 2, 2)),
+    96: (MosaicTiles(64, 2, 2, 4), MosaicTiles(64, 2, 2, 4)),
+    128: (MosaicTiles(64, 2, 2, 3), MosaicTiles(64, 2, 2, 3)),
+    192: (MosaicTiles(64, 2, 1, 2), MosaicTiles(64, 2, 1, 2)),
+}
+"""The same where the cache approximates. With 256 columns converting leaves too few registers to
+those that compute: 204 bytes of them spill at the least."""
+
 TRITON_TABLE = {
     64: ((64, 3), (64, 2)),
     80: ((64, 3), (64, 2), (32, 2)),
@@ -244,26 +266,31 @@ TRITON_TABLE = {
 measured yet either."""
 
 
-def built_in_mosaic(head_dim: int, queries: int) -> MosaicTiles:
-    """The tiles in the table.
+def built_in_mosaic(head_dim: int, queries: int, *, codes: bool = False) -> MosaicTiles:
+    """The tiles in the table; `codes`: the cache approximates.
 
     Raises:
       NotImplementedError: a head dim that is not in it.
     """
-    _check_dim(head_dim, MOSAIC_TABLE)
-    few, many = MOSAIC_TABLE[head_dim]
+    table = CODES_TABLE if codes else MOSAIC_TABLE
+    _check_dim(head_dim, table)
+    few, many = table[head_dim]
     return many if queries >= MANY_QUERIES else few
 
 
-def built_in_triton(device: Device, head_dim: int, queries: int) -> TritonTiles:
+def built_in_triton(
+    device: Device, head_dim: int, queries: int, *, codes: bool = False
+) -> TritonTiles:
     """The tiles in the table that fit the device's shared memory. Raises as `built_in_mosaic`."""
     _check_dim(head_dim, TRITON_TABLE)
     # A span wider than a block's queries is padding, and up to 64 a kernel that waits for memory
     # has time for it.
     span = 128 if queries >= MANY_QUERIES else min(max(16, bucket(queries)), 64)
-    span = min(span, _most_queries(head_dim))
+    span = min(span, 32 if codes and head_dim > 128 else _most_queries(head_dim))
     warps = _warps(head_dim, span)[-1 if head_dim > 128 and span > 16 else 0]
-    options = [TritonTiles(span, tile, warps, stages) for tile, stages in TRITON_TABLE[head_dim]]
+    # Larger tiles of codes of wide heads, and wider spans, spill registers.
+    pairs = TRITON_TABLE[head_dim][1 if codes and head_dim > 128 else 0 :]
+    options = [TritonTiles(span, tile, warps, stages) for tile, stages in pairs]
     return _filled(
         next(tiles for tiles in options if _fits(tiles, device, head_dim)), device, head_dim
     )
@@ -301,15 +328,16 @@ def choose_mosaic(
       head_dim: D.
       group: G, query heads of a kv head.
       queries: R * T * G.
-      dtype: of the cache.
+      dtype: of the cache, or of its codes.
 
     Raises:
       NotImplementedError: a head dim that is not in the table.
     """
-    tiles = _override(
-        device, Key("mosaic_gpu", head_dim, group, bucket(queries), jnp.dtype(dtype).name)
-    )
-    return tiles if isinstance(tiles, MosaicTiles) else built_in_mosaic(head_dim, queries)
+    dtype = jnp.dtype(dtype)
+    tiles = _override(device, Key("mosaic_gpu", head_dim, group, bucket(queries), dtype.name))
+    if isinstance(tiles, MosaicTiles):
+        return tiles
+    return built_in_mosaic(head_dim, queries, codes=dtype.itemsize == 1)
 
 
 def choose_triton(
@@ -319,10 +347,11 @@ def choose_triton(
 
     Arguments, order and errors are those of `choose_mosaic`.
     """
-    tiles = _override(
-        device, Key("triton", head_dim, group, bucket(queries), jnp.dtype(dtype).name)
-    )
-    return tiles if isinstance(tiles, TritonTiles) else built_in_triton(device, head_dim, queries)
+    dtype = jnp.dtype(dtype)
+    tiles = _override(device, Key("triton", head_dim, group, bucket(queries), dtype.name))
+    if isinstance(tiles, TritonTiles):
+        return tiles
+    return built_in_triton(device, head_dim, queries, codes=dtype.itemsize == 1)
 
 
 def _override(device: Device, key: "Key") -> KernelConfig | None:
@@ -330,7 +359,9 @@ def _override(device: Device, key: "Key") -> KernelConfig | None:
         return _in_use.value
     measured = read_tiles(tiles_file()).get(device.kind, {})
     near = (measured.get(key) for key in key.nearest())
-    return next((tiles for tiles in near if tiles and _fits(tiles, device, key.head_dim)), None)
+    codes = jnp.dtype(key.dtype).itemsize == 1
+    fits = (tiles for tiles in near if tiles and _fits(tiles, device, key.head_dim, codes))
+    return next(fits, None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -226,16 +226,23 @@ def read_compressed_tensors(fields: Fields) -> Quantisation:
         group = Fields(groups, fields.source, prefix).inside(name)
         if group is None:
             raise Fields(groups, fields.source, prefix).error(name, "it must be a scheme")
-        forms.append(_read_group(group, format))
+        forms.append(_read_group(group, format, fields))
     plain = names_in(fields, "ignore")
     fields.finish(_NO_EFFECT)
     return Quantisation("compressed-tensors", tuple(forms), plain, is_exact=True)
 
 
-def _read_group(group: Fields, format: str) -> tuple[tuple[str, ...], StoredForm]:
-    """Reads the targets of a scheme and the form of their weights; activations stay as they are."""
+def _read_group(group: Fields, format: str, settings: Fields) -> tuple[tuple[str, ...], StoredForm]:
+    """Reads the targets of a scheme and the form of their weights; activations stay as they are.
+
+    Args:
+      group: the scheme.
+      format: that of schemes without one of their own.
+      settings: those that `format` is of.
+    """
     targets = names_in(group, "targets")
-    format = group.take("format", str, format)
+    own = group.take("format", str, None)
+    format = own or format
     for name in ("input_activations", "output_activations"):
         group.take(name, dict, None)
     weights = group.inside("weights")
@@ -243,9 +250,8 @@ def _read_group(group: Fields, format: str) -> tuple[tuple[str, ...], StoredForm
         raise group.error("weights", "schemes without quantised weights are not read")
     kind, bits = weights.take("type", str, "int"), weights.take("num_bits", int, 8)
     if format not in _FORMATS:
-        raise group.error(
-            "format", f"the format {format} is not read; those that are: {', '.join(_FORMATS)}"
-        )
+        named = settings if own is None else group
+        raise named.error("format", f"the formats that are read are {', '.join(_FORMATS)}")
     if (kind, bits) not in _FORMATS[format]:
         kinds = " or ".join(f"{kind} with num_bits {bits}" for kind, bits in _FORMATS[format])
         raise weights.error("num_bits", f"weights in {format} must be of type {kinds}, not {kind}")

@@ -46,6 +46,10 @@ class FP8Form(StoredForm):
 
     def for_layer(self, layer: str, stored: Mapping[str, Any]) -> Self:
         there = [name for name in _SCALES if f"{layer}.{name}" in stored]
+        # Scales that are missing have the name of others.
+        there = there or [
+            name for name in _SCALES if any(tensor.endswith(f".{name}") for tensor in stored)
+        ]
         return dataclasses.replace(self, scale=there[0]) if there else self
 
     def arrays(self, shape: tuple[int, ...]) -> dict[str, StoredArray]:

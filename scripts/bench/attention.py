@@ -10,9 +10,10 @@ against others' attention.
 First every backend's answers are held against the reference in float32, over random inputs that are
 new in every run (--seed repeats one). A backend whose answer is wrong is not timed, and the program
 ends with code 1. Then, in turn with a copy of device memory and a large product in bfloat16: rows
-with private blocks, a shared prefix, workers over one history, the plan, and a step of a 7B-shaped
-model. PyTorch runs under a Python of its own (--torch-python), where one with CUDA is found. How to
-read the result is in benchmarks/README.md; what a model of the hardware predicts is in
+with private blocks, a shared prefix, workers over one history, Llama-3.1-8B's heads decoding at
+several lengths, over prefixes and with whole prompts, the plan, and a step of a 7B-shaped model.
+PyTorch runs under a Python of its own (--torch-python), where one with CUDA is found. How to read
+the result is in benchmarks/README.md; what a model of the hardware predicts is in
 benchmarks/roofline.md.
 """
 
@@ -231,6 +232,13 @@ def measure(options: Options, worker: Worker | None, say: Say) -> tuple[Bench, d
         results["shared"] = parts.measure_shared(bench, scale)
     if "workers" in options.parts:
         results["workers"] = parts.measure_workers(bench, scale)
+    for part, measure_one, sizes in (
+        ("contexts", parts.measure_contexts, scale.contexts),
+        ("prefixes", parts.measure_prefixes, [(rows,) for rows in scale.prefix_rows]),
+        ("prefill", parts.measure_prefill, [(tokens,) for tokens in scale.prefills]),
+    ):
+        if part in options.parts:
+            results[part] = [measure_one(bench, scale, *size) for size in sizes]
     if "plan" in options.parts:
         results["plan"] = parts.measure_plan(bench, scale)
     if "step" in options.parts:
@@ -280,6 +288,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         *results.get("private", []),
         *([results["shared"]] if "shared" in results else []),
         *([results["workers"]] if "workers" in results else []),
+        *(point for part in ("contexts", "prefixes", "prefill") for point in results.get(part, [])),
     ]
     if points:
         copy, product = points[0]["copy_gigabytes_per_second"], points[0]["product_teraflops"]

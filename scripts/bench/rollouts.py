@@ -3,10 +3,14 @@
     python -m scripts.bench.rollouts                            # the full measurement
     python -m scripts.bench.rollouts --quick                    # few prompts, within four minutes on two cores
     python -m scripts.bench.rollouts --json --output FILE       # one JSON object
+    .venv-tunix/bin/python -m scripts.bench.rollouts            # against Tunix's sampler, too (make test-others makes it)
 
  - Samples: several of each prompt from an engine, which stores each prompt once, against `generate`
    with `share=False`, which stores and reads it for each sample. Both give the log-probabilities
-   that training needs, of the same tokens.
+   that training needs, of the same tokens. Where Tunix is installed, its own sampler on the same
+   weights takes some of the prompts, a group at a time; its tokens a second are compared.
+ - Data groups (`--groups 2`): samples a second of several, with an engine and a core each, against
+   those of one with one core; nothing is measured where there are fewer cores.
  - Weights: `Engine.update_params`, with its check of all numbers, against copying them once.
 
 How to read the result is in benchmarks/README.md.
@@ -41,12 +45,17 @@ from scripts.bench.lib import (
     versions,
 )
 from scripts.bench.parts.engine.random_model import MODEL, forking_model
+from scripts.bench.parts.rollouts import groups as data_groups
+from scripts.bench.parts.rollouts.tunix_side import TunixSide, is_installed
 
-SHARED, UNSHARED = "engine", "share=False"
+SHARED, UNSHARED, TUNIX = "engine", "share=False", "Tunix"
 UPDATE, COPY = "update_params", "one copy"
-SAMPLES_GOAL, UPDATE_GOAL = 1.3, 1.2
-_WIDER = MODEL | {"intermediate_size": 2816}
-"""With 125 M parameters."""
+SAMPLES_GOAL, UPDATE_GOAL, TUNIX_GOAL, GROUPS_GOAL = 1.3, 1.2, 4.0, 0.9
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+WIDER = MODEL | {"intermediate_size": 2816} | _ROPE
+"""With 125 M parameters. The base of rotations is the only one that Tunix's Llama has."""
+SMALL = WIDER | {"num_hidden_layers": 1, "vocab_size": 1000, "intermediate_size": 256}
+"""To see that the program runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Scale:
       prompts, samples: the number of prompts, and of samples of each.
       prompt_tokens, new_tokens: of each.
       rounds: turns of each side; updates: of the weights.
+      tunix_prompts: those that Tunix samples.
     """
 
     prompts: int = 16
@@ -65,15 +75,17 @@ class Scale:
     new_tokens: int = 64
     rounds: int = 3
     updates: int = 8
+    tunix_prompts: int = 4
 
 
-QUICK = Scale(prompts=4, samples=16, rounds=1, updates=6)
+QUICK = Scale(prompts=4, samples=16, rounds=1, updates=6, tunix_prompts=1)
+TINY = Scale(2, 2, 16, 4, rounds=1, updates=2, tunix_prompts=1)
 
 
 class Sides:
     """Both sides of both measurements."""
 
-    def __init__(self, model: LoadedModel, scale: Scale, seed: int):
+    def __init__(self, model: LoadedModel, scale: Scale, seed: int, with_tunix: bool):
         self.model, self.scale, self.seed = model, scale, seed
         rng, size = np.random.default_rng(seed), (scale.prompts, scale.prompt_tokens)
         self.prompts = rng.integers(3, model.config.vocab_size, size).tolist()
@@ -82,7 +94,26 @@ class Sides:
         self.engine = Engine(model, max_rows=64, passes=63)
         self.weights = [jax.tree.map(jnp.copy, model.params) for _ in range(2)]
         self.texts: dict[str, list[tuple[int, ...]]] = {}
+        self.tunix = None
+        if with_tunix:
+            self.tunix = TunixSide(model, scale.prompt_tokens, scale.new_tokens)
         self._number = 0
+
+    @property
+    def samplers(self) -> dict[str, Callable[[], float]]:
+        """The functions that sample once, by the names of the sides."""
+        found = {SHARED: self.shared, UNSHARED: self.unshared}
+        return found | ({TUNIX: self.with_tunix} if self.tunix else {})
+
+    def num_tokens(self, side: str) -> int:
+        """The tokens that a side samples at once."""
+        scale = self.scale
+        prompts = scale.tunix_prompts if side == TUNIX else scale.prompts
+        return prompts * scale.samples * scale.new_tokens
+
+    def with_tunix(self) -> float:
+        assert self.tunix is not None
+        return self.tunix.seconds(self.prompts[: self.scale.tunix_prompts], self.scale.samples)
 
     def shared(self) -> float:
         # What an earlier turn has cached must not help.
@@ -136,31 +167,43 @@ class Sides:
 
 
 def measure(
-    name: str, model: LoadedModel, scale: Scale, seed: int, say: Callable[[str], None]
+    name: str,
+    model: LoadedModel,
+    scale: Scale,
+    seed: int,
+    with_tunix: bool,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measures a model; compiles before."""
-    sides = Sides(model, scale, seed)
+    sides, differ = Sides(model, scale, seed, with_tunix), None
     try:
         say(f"{name}: compile")
         sides.shared(), sides.update(), sides.copy()
+        if sides.tunix:
+            differ = sides.tunix.logprobs_differ(sides.prompts, model)
+            sides.tunix.seconds(sides.prompts[:1], scale.samples)
         say(f"{name}: weights")
         updates = alternate({UPDATE: sides.update, COPY: sides.copy}, scale.updates)
         say(f"{name}: samples")
-        seconds = alternate({SHARED: sides.shared, UNSHARED: sides.unshared}, scale.rounds)
+        seconds = alternate(sides.samplers, scale.rounds)
         same = sides.same_texts()
     finally:
         sides.engine.shutdown()
     size = sum(array.nbytes for array in jax.tree.leaves(model.params))
-    tokens = scale.prompts * scale.samples * scale.new_tokens
+    of_each = {
+        side: [taken / sides.num_tokens(side) for taken in times] for side, times in seconds.items()
+    }
     return {
         "model": name,
         **dataclasses.asdict(scale),
         "weights_bytes": size,
         "seconds": seconds,
         "update_seconds": updates,
-        "tokens_per_second": {s: tokens / statistics.median(t) for s, t in seconds.items()},
+        "tokens_per_second": {s: 1 / statistics.median(t) for s, t in of_each.items()},
         "same_texts": same,
-        "faster": ratios(seconds[UNSHARED], seconds[SHARED]),
+        "faster": ratios(of_each[UNSHARED], of_each[SHARED]),
+        "faster_than_tunix": ratios(of_each[TUNIX], of_each[SHARED]) if sides.tunix else None,
+        "tunix_logprobs_differ": differ,
         "update_by_copy": min(updates[UPDATE]) / min(updates[COPY]),
     }
 
@@ -177,6 +220,11 @@ def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
                 SAMPLES_GOAL,
             ),
             Goal(
+                f"{r['model']}: samples, times faster than Tunix's sampler",
+                r["faster_than_tunix"] and r["faster_than_tunix"]["median"],
+                TUNIX_GOAL,
+            ),
+            Goal(
                 f"{r['model']}: update_params, least seconds by those of one copy",
                 r["update_by_copy"],
                 UPDATE_GOAL,
@@ -184,6 +232,12 @@ def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
             ),
         )
     ]
+
+
+def goal_of_groups(found: Mapping[str, Any]) -> Goal:
+    """The goal of data groups, which is not measured where there are too few cores."""
+    name = f"{found['groups']} data groups: samples a second, by those of one and their number"
+    return Goal(name, found["efficiency"], GROUPS_GOAL)
 
 
 def as_text(report: Mapping[str, Any]) -> str:
@@ -197,20 +251,40 @@ def as_text(report: Mapping[str, Any]) -> str:
         what = f"{r['prompts']} prompts of {r['prompt_tokens']}, {r['samples']} samples each"
         rows = [
             (f"{side}, tokens/s", f"{r['tokens_per_second'][side]:.0f}")
-            for side in (SHARED, UNSHARED)
+            for side in r["tokens_per_second"]
         ]
         rows += [
             (f"{side}, least ms", f"{1e3 * min(r['update_seconds'][side]):.1f}")
             for side in (UPDATE, COPY)
         ]
         rows.append(("the same texts", f"{r['same_texts']:.0%}"))
+        if (differ := r["tunix_logprobs_differ"]) is not None:
+            rows.append(("log-probabilities of Tunix differ by at most", f"{differ:.1e}"))
         parts.append(table((f"{r['model']}: {what}", ""), rows))
+    if (found := report.get("groups")) is not None:
+        if found["why"] is not None:
+            parts.append(f"Data groups were not measured: {found['why']}.")
+        else:
+            rows = [
+                (f"data groups: {number}, samples/s", f"{rate:.2f}")
+                for number, rate in zip(
+                    (1, found["groups"]), found["samples_per_second"], strict=True
+                )
+            ]
+            parts.append(table(("a core each", ""), rows))
     return "\n\n".join(parts)
 
 
 def parse(arguments: Sequence[str] | None) -> Any:
     parser = Parser(prog="scripts.bench.rollouts", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few prompts, one round")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small model and a few tokens, to see that it runs"
+    )
+    parser.add_argument(
+        "--without-tunix", action="store_true", help="leave its sampler out where it is installed"
+    )
+    parser.add_argument("--groups", type=int, help="measure so many data groups, too")
     parser.add_argument("--rounds", type=int, help="turns of each side in the sampling")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and texts")
     parser.reporting()
@@ -219,6 +293,8 @@ def parse(arguments: Sequence[str] | None) -> Any:
         parser.error(f"--seed is {given.seed}, but it must be at least 0")
     if given.rounds is not None and given.rounds < 1:
         parser.error(f"--rounds is {given.rounds}, but it must be at least 1")
+    if given.groups is not None and given.groups < 2:
+        parser.error(f"--groups is {given.groups}, but it must be at least 2")
     parser.check_output(given.output)
     return given
 
@@ -226,22 +302,37 @@ def parse(arguments: Sequence[str] | None) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     asked = own_command(__file__, arguments)
-    where, scale = machine(), QUICK if options.quick else Scale()
+    where, scale = machine(), TINY if options.tiny else QUICK if options.quick else Scale()
+    with_tunix = is_installed() and not options.without_tunix
     if options.rounds:
         scale = dataclasses.replace(scale, rounds=options.rounds)
-    with progress(4) as say:
+    scaled = None
+    with progress(4 + bool(options.groups)) as say:
+        if options.groups:
+            say("data groups")  # before this process has anything that takes cores or memory
+            scaled = data_groups.scaling(options.groups, options.tiny)
         say("make the model")
-        model = forking_model(options.seed, dtype="float32", model=_WIDER)
-        results = [measure("random", model, scale, options.seed, say)]
+        shape = SMALL if options.tiny else WIDER
+        model = forking_model(options.seed, dtype="float32", model=shape)
+        results = [measure("random", model, scale, options.seed, with_tunix, say)]
     report = {
         "benchmark": "rollouts",
         "command": asked,
         "machine": where,
-        "versions": versions(("jax", "jaxlib", "flax", "numpy")),
-        "settings": {"quick": options.quick, "seed": options.seed, "temperature": 1.0},
+        "versions": versions(
+            ("jax", "jaxlib", "flax", "numpy", *(["google-tunix"] if with_tunix else []))
+        ),
+        "settings": {
+            "quick": options.quick,
+            "tiny": options.tiny,
+            "seed": options.seed,
+            "temperature": 1.0,
+        },
         "results": results,
+        "groups": scaled,
     }
-    finish(report, as_text(report), goals(results), as_json=options.json, output=options.output)
+    all_goals = [*goals(results), *([goal_of_groups(scaled)] if scaled else [])]
+    finish(report, as_text(report), all_goals, as_json=options.json, output=options.output)
     return 0
 
 

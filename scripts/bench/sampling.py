@@ -9,11 +9,12 @@ bisection halves the range of the logits' bits 32 times for top-k and 32 times f
 all logits each time. How to read the result is in benchmarks/README.md.
 """
 
+import contextlib
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxshare import Sampler, Samplers, cpu
-from jaxshare.decoding import sampling
+from jaxshare.decoding import sampling, truncation
 from jaxshare.decoding.truncation import truncation_bounds
 from scripts.bench.lib import (
     Goal,
@@ -86,13 +87,24 @@ def _draw(samplers: Samplers, logits: Array, seeds: Array, positions: Array) -> 
     return samplers.sample(logits, seeds, positions)
 
 
+@contextlib.contextmanager
+def _without_kernels() -> Iterator[None]:
+    """A context in which traces have the kernels of neither a CPU nor a GPU."""
+    with (
+        mock.patch.object(cpu, "floor_and_top", lambda *_: None),
+        mock.patch.object(sampling, "draws_on", lambda _: None),
+        mock.patch.object(truncation, "draws_on", lambda _: None),
+    ):
+        yield
+
+
 def _draw_alone(*arguments: Any) -> Array:
-    with mock.patch.object(cpu, "floor_and_top", lambda *_: None):
+    with _without_kernels():
         return _draw(*arguments)
 
 
 def _draw_before(*arguments: Any) -> Array:
-    with mock.patch.object(sampling, "truncation_bounds", _bisected):
+    with _without_kernels(), mock.patch.object(sampling, "truncation_bounds", _bisected):
         return _draw(*arguments)
 
 
@@ -132,7 +144,7 @@ def measure(rows: int, vocab: int, rounds: int, say: Callable[[str], None]) -> d
 def loops(rows: int, vocab: int) -> int:
     """The number of loops in the optimised program that XLA alone makes of the thresholds."""
     kinds = ((rows, vocab), "float32"), *(((rows,), f"{k}32") for k in ("int", "float", "float"))
-    with mock.patch.object(cpu, "floor_and_top", lambda *_: None):
+    with _without_kernels():
         lowered = jax.jit(lambda *arguments: truncation_bounds(*arguments)).lower(
             *(jax.ShapeDtypeStruct(*kind) for kind in kinds)
         )

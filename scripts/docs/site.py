@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jaxshare.serving.cli.main import command_parser
 from scripts.bench.lib import ROOT
-from scripts.docs import commands, tables
+from scripts.docs import commands, notebooks, tables
 
 SOURCE = ROOT / "build" / "docs"
 PACKAGES = ROOT / "build" / "docs-packages"
@@ -34,6 +34,10 @@ PAGES = {
     "models/embedded/README.md": "embedded_model.md",
 }
 """Documents outside of docs/, and their names in the site."""
+_NOTEBOOKS = {
+    path.relative_to(ROOT).as_posix(): notebooks.page_of(path) for path in notebooks.NOTEBOOKS
+}
+"""Notebooks, and the names of their pages."""
 API = {
     "jaxshare": ("api_core.md", "The core"),
     "jaxshare.models": ("api_models.md", "Models"),
@@ -47,6 +51,7 @@ API = {
 }
 """Packages whose docstrings are pages."""
 _LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\))")
+_NAMES = re.compile(r"^ +\w+(?:, \w+)+(?=: )", re.M)
 _MAX_FILES = 100
 
 
@@ -77,9 +82,10 @@ def site_page(text: str, origin: Path) -> str:
     def moved(found: re.Match[str]) -> str:
         target = Path(posixpath.normpath((origin.parent / found[1]).as_posix()))
         name = target.relative_to(ROOT).as_posix()
-        if name in PAGES:
-            place = PAGES[name]
-        elif target.parent == ROOT / "docs":
+        place = PAGES.get(name) or _NOTEBOOKS.get(name)
+        if place:
+            return place + (found[2] or "")
+        if target.parent == ROOT / "docs":
             place = target.name
         elif target == ROOT / "docs":
             place = "getting_started.md"
@@ -115,6 +121,10 @@ def write_source() -> None:
         text = site_page((ROOT / name).read_text(encoding="utf-8"), ROOT / name)
         text = re.sub(r"\A---\n.*?\n---\n+", "", text, flags=re.S)
         (SOURCE / place).write_text(text, encoding="utf-8")
+    for path in notebooks.NOTEBOOKS:
+        _copied(path)
+        text = notebooks.markdown(path, SOURCE, site_page)
+        (SOURCE / notebooks.page_of(path)).write_text(text, encoding="utf-8")
     made = {
         "command_line.md": commands.page(command_parser()),
         "goals.md": f"# Goals\n\nAll goals of the benchmarks.\n\n{tables.goals()}",
@@ -124,14 +134,23 @@ def write_source() -> None:
         (SOURCE / place).write_text(text, encoding="utf-8")
 
 
-def link_packages() -> None:
-    """Links the three packages together, as they are once installed, for what reads docstrings."""
+def copy_packages() -> None:
+    """Copies the three packages together, as they are once installed, for what reads docstrings.
+
+    Where a docstring describes several names at once ("first, last: of the row"), the reader takes
+    the second one for a type. With spaces that do not break it takes all of them for one name.
+    """
     shutil.rmtree(PACKAGES, ignore_errors=True)
-    folder = PACKAGES / "jaxshare"
-    folder.mkdir(parents=True)
-    for path in [*(ROOT / "jaxshare").iterdir(), ROOT / "models", ROOT / "serving"]:
-        if path.name != "__pycache__":
-            (folder / path.name).symlink_to(path)
+    for folder, place in (("jaxshare", ""), ("models", "models"), ("serving", "serving")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            copy = PACKAGES / "jaxshare" / place / path.relative_to(ROOT / folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(with_joined_names(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def with_joined_names(source: str) -> str:
+    """Returns a module in whose docstrings names with one description are joined."""
+    return _NAMES.sub(lambda found: found[0].replace(", ", ",\xa0"), source)
 
 
 def main() -> int:
@@ -140,7 +159,7 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="serve it, and build again on changes")
     options = parser.parse_args()
     write_source()
-    link_packages()
+    copy_packages()
     program = str(Path(sys.executable).with_name("zensical"))
     config = ["--config-file", str(ROOT / "zensical.toml")]
     if options.serve:

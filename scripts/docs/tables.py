@@ -1,18 +1,20 @@
-"""Writes the tables of README.md and docs/benchmarks.md from benchmarks/results.
+"""Writes the tables of README.md and docs/: from benchmarks/results, and limits from the code.
 
 python -m scripts.docs.tables
 """
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.lib import ROOT
+from scripts.docs import limits
 
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "limits.md")
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(?=<!-- end -->)", re.S)
 
 Rows = list[Sequence[str]]
@@ -263,6 +265,47 @@ def ablations() -> Rows:
     return rows
 
 
+_OF_ATTENTION = ("contexts", "prefixes", "prefill", "workers", "shared", "private")
+_OURS = ("mosaic_gpu", "triton", "xla")
+
+
+def gpu(folder: Path = RESULTS) -> Rows:
+    """The results of `make gpu`: of each pass the fastest of our backends, and the others'; of
+    sampling XLA's and a bisection's; of a 7B-shaped model's decode step all backends."""
+    head = ("", "jaxshare", "of the device's copies or products", "others")
+    if not (folder / "gpu.json").exists():
+        return [head, ("nothing has been measured on a GPU yet", "-", "-", "-")]
+    rows: Rows = [head]
+    parts = read("gpu", folder)["results"]
+    points: dict[str, Any] = {}
+    for part in parts.values():
+        if part["benchmark"] == "attention":
+            for name in _OF_ATTENTION:
+                found = part["results"].get(name, [])
+                for point in found if isinstance(found, list) else [found]:
+                    points[f"attention, {point['case']}, G {point['group']}"] = point
+    for name, point in points.items():
+        sides = point["sides"]
+        times = {side: each["microseconds"] for side, each in sides.items()}
+        own = {side: time for side, time in times.items() if side in _OURS}
+        if not own:
+            continue
+        best = min(own, key=lambda side: own[side])
+        share = max(sides[best]["of_copy"], sides[best]["of_products"])
+        others = [f"{s} {_rate(t)} us" for s, t in times.items() if s.split(",")[0] not in _OURS]
+        rows.append((name, f"{_rate(own[best])} us ({best})", _times(share), ", ".join(others)))
+    for setting, found in parts.get("sampling", {}).get("results", {}).items():
+        times = {side: statistics.median(each) for side, each in found["milliseconds"].items()}
+        own = times.pop("jaxshare")
+        others = ", ".join(f"{side} {time:.3f} ms" for side, time in times.items())
+        rows.append((f"sampling, {setting}", f"{own:.3f} ms", "-", others))
+    for each in parts.get("step", {}).get("results", {}).get("step", []):
+        for side, found in each["sides"].items():
+            rate, share = _rate(found["tokens_per_second"]), _times(found["of_limit"])
+            rows.append((f"decode, batch {each['batch']}, {side}", f"{rate} tokens/s", share, "-"))
+    return rows
+
+
 TABLES: Mapping[str, Callable[[], Rows]] = {
     "speed": speed,
     "decode": decode,
@@ -274,6 +317,8 @@ TABLES: Mapping[str, Callable[[], Rows]] = {
     "sharing": sharing,
     "passes": passes,
     "ablations": ablations,
+    "limits": limits.table,
+    "gpu": gpu,
 }
 
 

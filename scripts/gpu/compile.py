@@ -47,7 +47,7 @@ from scripts.gpu.thunks import HostWork, read_list
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
 """XLA's kernels are its own affair, so its backend is looked at in decode steps alone."""
-PARTS = ("kernels", "steps", "devices", "plan", "experts", "sampling", "cold", "quantised")
+PARTS = ("kernels", "steps", "devices", "plan", "experts", "sampling", "cold", "quantised", "codes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +161,7 @@ def compile_all(compiler: Compiler, options: Options, results: Results) -> None:
         sampling_tasks,
         cold_tasks,
         quantised_tasks,
+        code_tasks,
     )
     tasks_of = dict(zip(PARTS, all_tasks, strict=True))
     tasks = [
@@ -248,7 +249,9 @@ def device_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterato
 
 def plan_tasks(compiler: Compiler, _: Options, programs: Any) -> Iterator[Task]:
     """The plan of a pass alone."""
-    alones = {"plan": programs.plan_alone, "plan and work": programs.work_alone}
+    from scripts.gpu import plans
+
+    alones = {"plan": plans.plan_alone, "plan and work": plans.work_alone}
     for step, (what, alone) in itertools.product(programs.QUICK_STEPS, alones.items()):
         yield (
             {"name": step.name, "what": what, "rows": step.rows},
@@ -276,9 +279,9 @@ def sampling_tasks(compiler: Compiler, _: Options, __: Any) -> Iterator[Task]:
         function, arguments = samplers.sampling(sampler)
         yield (
             {"name": name, "rows": samplers.ROWS, "vocab": samplers.VOCAB},
-            lambda function=function, arguments=arguments: {
-                "host": host_work(compiler.compile(function, *arguments))
-            },
+            lambda function=function, arguments=arguments: sampling_numbers(
+                compiler.compile(function, *arguments, is_part=True)
+            ),
         )
 
 
@@ -307,6 +310,26 @@ def quantised_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Ta
             yield (
                 steps.describe(name, form),
                 lambda name=name, form=form: steps.compiled(compiler, name, form),
+            )
+
+
+def code_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterator[Task]:
+    """Block attention over caches that approximate, alone and in decode steps."""
+    cases = {"mosaic_gpu": programs.CODED, "triton": (*programs.CODED, *programs.WIDE_CODED)}
+    for backend in options.backends:
+        for case in cases.get(backend, ()):
+            yield (
+                {"backend": backend, "case": case._asdict(), "name": str(case)},
+                lambda backend=backend, case=case: kernels_of(
+                    compiler, *programs.attention(case, backend)
+                ),
+            )
+        for step, form in zip(programs.QUICK_STEPS, ("int8", "fp8"), strict=True):
+            yield (
+                {"backend": backend, "name": f"{step.name}, {form} cache", "rows": step.rows},
+                lambda backend=backend, step=step, form=form: step_numbers(
+                    *compiled_step(compiler, programs.decoding(step, backend, approximate=form))
+                ),
             )
 
 
@@ -341,6 +364,15 @@ def step_numbers(program: Program, decoding: Any) -> dict[str, Any]:
         "launches": pass_launches(program.text, decoding.layers),
         "host": host_work(program),
         "spill_bytes": sum(kernel.spill_bytes for kernel in program.kernels),
+    }
+
+
+def sampling_numbers(program: Program) -> dict[str, Any]:
+    """Launches of a draw, its kernel, and the memory that it takes beside its arguments."""
+    return {
+        "host": host_work(program),
+        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+        "temp_bytes": program.temp_bytes,
     }
 
 

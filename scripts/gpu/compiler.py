@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 TARGET = Path(__file__).with_name("h200.txtpb")
@@ -24,6 +25,8 @@ ARCHITECTURE = "sm_90a"
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 CUDA = (13, 0)
 """The CUDA that these packages are built for; an older ptxas does not read what they write."""
+SHORT_GRAPHS = {"xla_gpu_graph_min_graph_size": "1"}
+"""The option with which XLA makes graphs of fewer than five launches, too."""
 CUDA_FOLDER = Path("/usr/local/cuda")
 INSTALL = "pip install '.[gpu-compile]', or run `make gpu-compile`"
 
@@ -242,9 +245,17 @@ class Compiler:
             "h200", "cuda", topology=f"1x1x{number}", target_config=described
         ).devices
 
-    def compile(self, function: Any, *arguments: Any, mesh: Any = None, **options: Any) -> Program:
+    def compile(
+        self,
+        function: Any,
+        *arguments: Any,
+        mesh: Any = None,
+        is_part: bool = False,
+        **options: Any,
+    ) -> Program:
         """Compiles `function` for arguments that are pytrees of arrays or shapes; options are those
-        of `jax.jit`.
+        of `jax.jit`. What `is_part` of a dispatch is a graph even where it is a few launches, since
+        it is in the graph of them all there.
 
         With a `mesh` of described devices it is compiled for them all. Shapes that say how they are
         cut over it lie so, and all else is whole on every device. Bytes of the program are then
@@ -256,7 +267,8 @@ class Compiler:
         try:
             with self.inside(mesh):
                 traced = self.trace(function, *arguments, mesh=mesh, **options)
-                compiled = self.finish(traced.lower(lowering_platforms=("cuda",)))
+                lowered = traced.lower(lowering_platforms=("cuda",))
+                compiled = self.finish(lowered, SHORT_GRAPHS if is_part else {})
             text = compiled.as_text() or ""
             memory = compiled.memory_analysis()
             return Program(
@@ -295,11 +307,11 @@ class Compiler:
         return jax.jit(function, **options).trace(*shapes)
 
     @staticmethod
-    def finish(lowered: Any) -> Any:
-        """Compiles what is lowered, with the options that the decode loop has on a GPU."""
+    def finish(lowered: Any, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """Compiles what is lowered, with the options that the decode loop has on a GPU, and more."""
         from jaxshare.command_buffers import LOOPS_IN_GRAPHS
 
-        return lowered.compile(compiler_options=LOOPS_IN_GRAPHS)
+        return lowered.compile(compiler_options={**LOOPS_IN_GRAPHS, **more})
 
     def _launches(self) -> str:
         """XLA's list of launches, with graphs where it has made any."""

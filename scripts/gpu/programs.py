@@ -1,5 +1,5 @@
-"""The programs that scripts/gpu/compile.py compiles: block attention over a grid of shapes, whole
-decode steps on one device and on several, and the plan of a pass alone.
+"""The programs that scripts/gpu/compile.py compiles: block attention over a grid of shapes, and
+whole decode steps on one device and on several.
 
 Everything is made of shapes: caches of many GB cost nothing here. Axis letters: R rows, T new
 tokens of a row, H query heads, K kv heads, G = H / K, D head dim.
@@ -32,8 +32,6 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.layers import Decoder
 from jaxshare.models.packed import pack
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit
-from jaxshare.pallas.device import H200
-from jaxshare.pallas.work_items import make_work
 
 GPU_BACKENDS = ("mosaic_gpu", "triton")
 """Backends of block attention whose kernels are looked at one by one."""
@@ -64,8 +62,8 @@ class Scoring(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One call of block attention: D, G, the dtype of queries and cache, one of PASSES, and what is
-    done with scores."""
+    """One call of block attention: D, G, the dtype of queries and cache, one of PASSES, what is
+    done with scores, and the format of codes where the cache approximates."""
 
     head_dim: int
     group: int
@@ -74,9 +72,11 @@ class Case(NamedTuple):
     rows: int
     blocks: str
     scoring: Scoring = Scoring()
+    approximate: str | None = None
 
     def __str__(self) -> str:
         more = "".join(f", {name} {x}" for name, x in self.scoring._asdict().items() if x)
+        more += f", {self.approximate} cache" if self.approximate else ""
         return f"D {self.head_dim}, G {self.group}, {self.dtype}, T {self.width}, {self.rows} rows, {self.blocks}{more}"
 
 
@@ -107,6 +107,26 @@ SCORED = (
 _LATENT = [*((16, one) for one in PASSES), (5, PASSES[2]), (64, PASSES[0]), (128, PASSES[0])]
 LATENT = tuple(Case(LATENT_DIM, group, "bfloat16", *one) for group, one in _LATENT)
 """Multi-head latent attention: keys of which 64 entries are rotated, and the others are values."""
+CODED = (
+    *(
+        Case(head_dim, 4, "bfloat16", *one, approximate=form)
+        for head_dim in HEAD_DIMS
+        if head_dim <= 192  # mosaic_gpu serves no wider ones
+        for form, one in (("int8", PASSES[0]), ("fp8", PASSES[4]))
+    ),
+    Case(128, 8, "bfloat16", *PASSES[3], approximate="fp8"),
+    Case(128, 8, "float16", *PASSES[1], approximate="int8"),
+    Case(64, 8, "bfloat16", *PASSES[0], Scoring(128, sinks=True), approximate="fp8"),
+    Case(192, 2, "float16", *PASSES[4], Scoring(4096, 50.0), approximate="int8"),
+)
+"""Caches that approximate."""
+WIDE_CODED = (
+    Case(256, 4, "bfloat16", *PASSES[0], approximate="int8"),
+    Case(256, 2, "bfloat16", *PASSES[4], Scoring(4096, 50.0), approximate="fp8"),
+    Case(LATENT_DIM, 16, "bfloat16", *PASSES[0], approximate="int8"),
+    Case(LATENT_DIM, 16, "bfloat16", *PASSES[4], approximate="fp8"),
+)
+"""Those that mosaic_gpu leaves to triton."""
 QUICK_SPREAD = tuple(
     case for case in QUICK if case.group == 4 and (case.width, case.rows, case.blocks) == PASSES[0]
 )
@@ -150,7 +170,9 @@ def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
     """A call of block attention; arguments q, keys, values, plan."""
     config = Shape.of(case, kv_heads)
     listed, capacities = arranged(case.rows, case.blocks, history=16384, own=512)
-    cache = jax.eval_shape(lambda: KVCache.create(config, capacities, case.dtype))
+    cache = jax.eval_shape(
+        lambda: KVCache.create(config, capacities, case.dtype, approximate=case.approximate)
+    )
     count = jax.ShapeDtypeStruct((case.rows,), jnp.int32)
     plan = jax.eval_shape(
         lambda *planned: make_plan(*planned, case.width, window=case.scoring.window),
@@ -219,10 +241,16 @@ def shapes(tree: Any) -> Any:
 
 
 def shapes_on(
-    mesh: Mesh | None, config: Any, capacities: list[int], dtype: jax.typing.DTypeLike
+    mesh: Mesh | None,
+    config: Any,
+    capacities: list[int],
+    dtype: jax.typing.DTypeLike,
+    approximate: str | None = None,
 ) -> KVCache:
     """The shapes of a cache, cut over a mesh if there is one."""
-    cache = jax.eval_shape(lambda: KVCache.create(config, capacities, dtype, mesh=mesh))
+    cache = jax.eval_shape(
+        lambda: KVCache.create(config, capacities, dtype, mesh=mesh, approximate=approximate)
+    )
     return (
         cache
         if mesh is None
@@ -333,12 +361,13 @@ def decoding(
     config: ModelConfig = MODEL,
     history: int = HISTORY,
     mesh: Mesh | None = None,
+    approximate: str | None = None,
 ) -> Decoding:
-    """The loop of `jaxshare.decode` with bfloat16 weights and cache, over a mesh if there is
-    one."""
+    """The loop of `jaxshare.decode` with bfloat16 weights and cache, which may approximate, over a
+    mesh if there is one."""
     model, params = _model(config, backend, mesh)
     listed, capacities = arranged(step.rows, step.blocks, history=history, own=step.own)
-    cache = shapes_on(mesh, model.config, capacities, jnp.bfloat16)
+    cache = shapes_on(mesh, model.config, capacities, jnp.bfloat16, approximate)
     # A state is made of real arrays, so it gets a small cache first.
     small = KVCache.create(Shape(1, 1, 2, config.rope), [1] * len(capacities))
     state = DecodeState.create(
@@ -362,7 +391,8 @@ def decoding(
 
     arena, spread = cache.keys[0], 1 if mesh is None else mesh.devices.size
     elements = arena.size // spread
-    layer = (arena.size + cache.values[0].size) // spread * arena.dtype.itemsize
+    arrays = jax.tree.leaves((arena, cache.values[0]))
+    layer = sum(a.size * a.dtype.itemsize for a in arrays) // spread
     return Decoding(
         run,
         (params, cache, rest),
@@ -408,43 +438,3 @@ def _steps(rows: int, vocab_size: int) -> Steps:
     return Steps.create(
         automaton, automaton, [0] * rows, capacity=64, openings=8, longest=32, ask_every=100
     )
-
-
-# The plan.
-
-
-def plan_alone(step: Step, config: ModelConfig = MODEL, history: int = HISTORY) -> Traced:
-    """The plan of a pass of one token a row; arguments cache, layout, count."""
-    listed, capacities = arranged(step.rows, step.blocks, history=history, own=step.own)
-    cache = jax.eval_shape(lambda: KVCache.create(config, capacities, jnp.bfloat16))
-
-    def plan(cache: KVCache, layout: Layout, count: jax.Array) -> Any:
-        return make_plan(cache, layout, count, 1)
-
-    return plan, (
-        cache,
-        shapes(Layout.from_blocks(listed)),
-        jax.ShapeDtypeStruct((step.rows,), jnp.int32),
-    )
-
-
-def work_alone(step: Step, config: ModelConfig = MODEL, history: int = HISTORY) -> Traced:
-    """The parts of a pass of a GPU backend before its first layer: the plan less the tiles that the
-    XLA backend reads, and the work items."""
-    plan, arguments = plan_alone(step, config, history)
-
-    def work(cache: KVCache, layout: Layout, count: jax.Array) -> Any:
-        made = plan(cache, layout, count)
-        # Span, tile and number of items are those of the mosaic_gpu backend; other ones make the
-        # same kernels.
-        items = make_work(
-            made,
-            group=config.num_heads // config.num_kv_heads,
-            kv_heads=config.num_kv_heads,
-            span=128,
-            tile=64,
-            num_items=H200.multiprocessors,
-        )
-        return dataclasses.replace(made, shared=None, grouped=(), private=None), items  # pyright: ignore[reportArgumentType]
-
-    return work, arguments

@@ -32,12 +32,18 @@ OF_OURS = 2
 """Kernels of a GPU backend in a layer: attention and merging."""
 
 
+OF_A_DRAW = 6
+"""The most launches of a draw with top-k, top-p, min-p and penalties."""
+
+
 def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
     """The goals of these results. A program that did not compile has no numbers of its own."""
     kernels, steps, devices, experts, sampling, cold, quantised = (
         results.get(part, [])
         for part in ("kernels", "steps", "devices", "experts", "sampling", "cold", "quantised")
     )
+    coded, coded_steps = _coded(results)
+    kernels, steps = [*kernels, *coded], [*steps, *coded_steps]
     compiled = [step for step in (*steps, *devices) if step["error"] is None]
     return [
         *_goals_of_compiling((*kernels, *steps, *devices, *experts, *cold, *quantised)),
@@ -46,10 +52,17 @@ def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
         *(goal for step in compiled for goal in _goals_of_memory(step)),
         *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
         *(goal for step in (*steps, *sampling) for goal in _goals_of_host(step)),
+        *(goal for one in sampling for goal in _goals_of_sampling(one)),
         *(goal for step in cold if step["error"] is None for goal in _goals_of_cold(step)),
         *(goal for step in experts if step["error"] is None for goal in goals_of_experts(step)),
         *(goal for one in quantised if one["error"] is None for goal in goals_of_quantised(one)),
     ]
+
+
+def _coded(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[list[Any], list[Any]]:
+    """The kernels and the decode steps of the part `codes`."""
+    found = results.get("codes", [])
+    return [r for r in found if "case" in r], [r for r in found if "case" not in r]
 
 
 def _goals_of_compiling(programs: Sequence[Mapping[str, Any]]) -> list[Goal]:
@@ -130,6 +143,19 @@ def _goals_of_host(program: Mapping[str, Any]) -> list[Goal]:
     ]
 
 
+def _goals_of_sampling(program: Mapping[str, Any]) -> list[Goal]:
+    """A draw is few launches, whose kernel has registers enough; older results have no kernels."""
+    if program["error"] is not None:
+        return [Goal("sampling: programs that do not compile", 1, 0, at_most=True)]
+    launches = program["host"]["in_graphs"]
+    spilled = [kernel["spill_bytes"] for kernel in program.get("kernels", [])]
+    what = f"sampling, {program['name']}"
+    return [
+        Goal(f"{what}: launches", launches, OF_A_DRAW, at_most=True),
+        Goal(f"{what}: bytes that a kernel spills", max(spilled, default=None), 0, at_most=True),
+    ]
+
+
 def _goals_of_cold(program: Mapping[str, Any]) -> list[Goal]:
     """Kernels are lowered once for all layers, though not for all numbers of tokens a row."""
     what = (
@@ -192,9 +218,12 @@ def as_text(report: Mapping[str, Any]) -> str:
         "sampling": _sampling_text,
         "cold": _cold_text,
         "quantised": quantised_text,
+        "codes": _kernels_text,
+        "steps of codes": _steps_text,
     }
-    lines += [text(report[part]) for part, text in tables.items() if report.get(part)]
-    if failed := [result for part in tables for result in report.get(part, []) if result["error"]]:
+    shown = {**report, "codes": _coded(report)[0], "steps of codes": _coded(report)[1]}
+    lines += [text(shown[part]) for part, text in tables.items() if shown.get(part)]
+    if failed := [result for part in tables for result in shown.get(part, []) if result["error"]]:
         lines.append(
             "\n".join(
                 [
@@ -268,12 +297,17 @@ def _host_cells(host: Mapping[str, int] | None) -> tuple[str, ...]:
 
 
 def _sampling_text(results: Sequence[Mapping[str, Any]]) -> str:
+    numbers = "registers", "spill_bytes"
     rows = [
-        (f"{r['name']}, {r['rows']} x {r['vocab']}", *_host_cells(r["host"]))
+        (
+            f"{r['name']}, {r['rows']} x {r['vocab']}",
+            *_host_cells(r["host"]),
+            *(str(sum(k[name] for k in r.get("kernels", []))) for name in numbers),
+        )
         for r in results
         if r["error"] is None
     ]
-    return table(("sampling alone", *HOST), rows)
+    return table(("sampling alone", *HOST, "registers", "spilled"), rows)
 
 
 def _cold_text(results: Sequence[Mapping[str, Any]]) -> str:

@@ -20,7 +20,7 @@ class Results:
 
     def __init__(self, parts: Sequence[str], former: Path | None):
         """Begins with the results of the file `former`, if it is there."""
-        self._commit = _commit()
+        self._commit = current_commit()
         self._found: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = {p: {} for p in parts}
         if former is not None and former.exists():
             report = json.loads(former.read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def _key(about: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(about.get(name) for name in _KEYS)
 
 
-def _commit() -> str:
+def current_commit() -> str:
     """The commit of the checkout, with a plus where files differ from it; empty without git."""
     done = subprocess.run(
         ["git", "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"],

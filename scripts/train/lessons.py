@@ -83,11 +83,13 @@ chance as the short."""
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The shape of a batch: T tokens, J tiles and B blocks, as in `TraceBatch`."""
+    """The shape of a batch: T tokens, J tiles and B blocks, as in `TraceBatch`, and the number of
+    which its `Pairs` are a multiple."""
 
     tokens: int = 2048
     tiles: int = 40
     blocks: int = 40
+    pairs: int = 64
 
 
 Batch = tuple[TraceBatch, Pairs, np.ndarray, np.ndarray, np.ndarray]
@@ -220,7 +222,7 @@ def batch(lesson: Lesson, shape: Shape) -> Batch:
         np.pad(array, (0, room))[None] for array in (lesson.at, lesson.targets, lesson.weights)
     )
     traces = jax.tree.map(np.asarray, traces)
-    return traces, Pairs.of(traces), at, targets, weights
+    return traces, Pairs.of(traces, shape.pairs), at, targets, weights
 
 
 def group(script: Script, seed: int, number: int, shape: Shape) -> list[Batch]:
@@ -234,24 +236,33 @@ def group(script: Script, seed: int, number: int, shape: Shape) -> list[Batch]:
     drawn = sorted(
         (draw(script, rng) for _ in range(_GROUP)), key=lambda lesson: -lesson.trace.num_tokens
     )
-    lessons = [lesson for lesson in drawn if _fits([lesson], shape)]
+    lessons = [lesson for lesson in drawn if fits([lesson], shape)]
     if 2 * len(lessons) < _GROUP:
         raise ValueError(
             f"most lessons are longer than a batch of {shape}, up to {drawn[0].trace.num_tokens} "
             "tokens; give it more"
         )
-    bins: list[list[Lesson]] = []
-    for lesson in lessons:
-        place = next((held for held in bins if _fits([*held, lesson], shape)), None)
-        if place is None:
-            bins.append([lesson])
-        else:
-            place.append(lesson)
+    bins = [[lessons[i] for i in held] for held in first_fit(lessons, shape)]
     rng.shuffle(bins)
     return [batch(pack(held), shape) for held in bins]
 
 
-def _fits(lessons: Sequence[Lesson], shape: Shape) -> bool:
+def first_fit(lessons: Sequence[Lesson], shape: Shape) -> list[list[int]]:
+    """The numbers of lessons that share a batch; each goes to the first one with room for it."""
+    bins: list[list[int]] = []
+    for i, lesson in enumerate(lessons):
+        place = next(
+            (held for held in bins if fits([*(lessons[j] for j in held), lesson], shape)), None
+        )
+        if place is None:
+            bins.append([i])
+        else:
+            place.append(i)
+    return bins
+
+
+def fits(lessons: Sequence[Lesson], shape: Shape) -> bool:
+    """True if these lessons are no longer than one batch."""
     tiles = sum(
         int(np.sum(-(-np.bincount(lesson.trace.placement_blocks) // TILE))) for lesson in lessons
     )

@@ -38,8 +38,13 @@ class Pairs:
     tiles: Array | np.ndarray
 
     @classmethod
-    def of(cls, batch: TraceBatch) -> "Pairs":
-        """Those of a batch of one trace in which a query sees a key, in a multiple of 64."""
+    def of(cls, batch: TraceBatch, multiple: int = _MULTIPLE) -> "Pairs":
+        """Those of a batch of one trace in which a query sees a key.
+
+        Args:
+          batch: of one trace.
+          multiple: to which their number is rounded up. Batches of one number share a program.
+        """
         blocks, indices, begins, ends = (np.asarray(x) for x in _tiles(batch)[1:])
         seen, passes = np.asarray(batch.seen[0]), np.asarray(batch.passes[0])
         found = []
@@ -50,7 +55,7 @@ class Pairs:
             visible = ((index < seen[:, block, None]) & (begin <= when) & (when < end)).any(1)
             found += [(chunk, tile) for chunk in np.flatnonzero(visible.reshape(-1, SIDE).any(1))]
         chunks, tiles = np.asarray(sorted(found), np.int32).reshape(-1, 2).T
-        room = -len(chunks) % _MULTIPLE
+        room = -len(chunks) % multiple
         return cls(
             np.pad(chunks, (0, room), constant_values=len(passes) // SIDE), np.pad(tiles, (0, room))
         )

@@ -35,7 +35,7 @@ from jaxshare.models import EMBEDDED, LoadedModel, load
 from jaxshare.models.layers import Decoder
 from jaxshare.models.sources import local_folder
 from jaxshare.serving import Format
-from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint, has_checkpoints, leaves
+from jaxshare.serving.checkpoints import CheckpointStore, has_checkpoints
 from jaxshare.serving.evaluation import (
     Point,
     Scorer,
@@ -53,7 +53,7 @@ from scripts.train.embedded_files import architecture, export, export_like
 from scripts.train.lessons import MOST_WORKERS, Batch, Shape, stream
 from scripts.train.options import DTYPES, POSITIONS, VOCAB_SIZE, parse
 from scripts.train.pair_attention import logits
-from scripts.train.training import keep_memory, make_optimizer, schedule
+from scripts.train.training import SavedRun, empty_sums, keep_memory, optimizer_of, update
 
 QUESTION = " Am I redundant?"
 """What a worker is asked where the model's own texts do not ask."""
@@ -143,50 +143,25 @@ def add_gradients(total: dict, params: dict, batch: Any, *, module: Decoder, dty
     (loss, right), gradients = jax.value_and_grad(loss_of, has_aux=True)(
         params, module, dtype, batch
     )
-    new = {"gradients": gradients, "loss": loss, "right": right, "weight": jnp.sum(batch[-1])}
+    new = {"gradients": gradients, "loss": loss, "accuracy": right, "weight": jnp.sum(batch[-1])}
     return jax.tree.map(jnp.add, total, new)
-
-
-@functools.partial(jax.jit, static_argnames=("optimizer",), donate_argnames=("state", "total"))
-def update(state: dict, total: dict, *, optimizer: Any) -> tuple[dict, dict, dict[str, Array]]:
-    """One step by the mean over all that was added up.
-
-    Returns:
-      The state, an empty total, and the mean loss and accuracy.
-    """
-    weight = jnp.maximum(total["weight"], 1.0)
-    gradients = jax.tree.map(lambda g: g / weight, total["gradients"])
-    updates, opt = optimizer.update(gradients, state["opt"], state["params"])
-    found = {"loss": total["loss"] / weight, "accuracy": total["right"] / weight}
-    return (
-        {"params": optax.apply_updates(state["params"], updates), "opt": opt},
-        jax.tree.map(jnp.zeros_like, total),
-        found,
-    )
 
 
 def empty_total(params: dict) -> dict:
     """The total of `add_gradients` before the first batch."""
-    return {
-        "gradients": jax.tree.map(jnp.zeros_like, params),
-        **{name: jnp.zeros(()) for name in ("loss", "right", "weight")},
-    }
-
-
-def optimizer_of(args: argparse.Namespace) -> optax.GradientTransformation:
-    if args.optimizer == "muon":
-        return make_optimizer(args.steps, args.learning_rate)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule(args.steps, args.learning_rate), b2=0.98, weight_decay=0.01),
-    )
+    return empty_sums(params, ("loss", "accuracy"))
 
 
 # Held-out problems.
 
 
 def measure(
-    model: LoadedModel, format: Format, problems: int, workers: Sequence[int], seed: int = 0
+    model: LoadedModel,
+    format: Format,
+    problems: int,
+    workers: Sequence[int],
+    seed: int = 0,
+    budgets: Sequence[int] = BUDGETS,
 ) -> list[Point]:
     """Greedy accuracy by number of workers and budget, on problems that no lesson draws, in the
     combined layout."""
@@ -195,7 +170,7 @@ def measure(
         task.problems,
         method="workers",
         workers=workers,
-        budgets=BUDGETS,
+        budgets=budgets,
         seeds=1,
         seed=seed,
         answer_tokens=8 * QUESTIONS,
@@ -251,60 +226,19 @@ def plot(history: Mapping[str, Sequence[Any]], path: Path) -> None:
 
 
 @dataclasses.dataclass
-class Run:
+class Run(SavedRun):
     """The state of a run, as it is saved.
 
     Attributes:
-      state: parameters and what the optimizer keeps.
-      step: how many were made.
       group, used: the group of batches that comes next, and how many of it were used.
       history: the loss of each step, and (step, summary) of each measurement.
     """
 
-    state: dict
-    step: int = 0
     group: int = 0
     used: int = 0
     history: dict[str, list] = dataclasses.field(
         default_factory=lambda: {"loss": [], "held_out": []}
     )
-
-    def save(
-        self, saves: CheckpointStore, settings: Mapping[str, Any], *, wait: bool = False
-    ) -> None:
-        facts = {
-            "settings": dict(settings),
-            "step": self.step,
-            "group": self.group,
-            "used": self.used,
-            "history": self.history,
-        }
-        saves.save(leaves(self.state), facts, wait=wait)
-
-    def take_over(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Becomes the run that was saved.
-
-        Raises:
-          ValueError: it was made with other settings.
-          SaveError: it cannot be read.
-        """
-        with SavedCheckpoint(folder) as saved:
-            facts = saved.metadata
-            if other := [name for name in settings if settings[name] != facts["settings"][name]]:
-                raise ValueError(
-                    f"the run in {folder} was made with {other[0]}={facts['settings'][other[0]]}, "
-                    f"not {settings[other[0]]}; resume it with the same, or give another --run-dir"
-                )
-            here = leaves(self.state)
-            found = saved.arrays(
-                {name: np.zeros(array.shape, array.dtype) for name, array in here.items()}
-            )
-            self.state = jax.tree.unflatten(
-                jax.tree.structure(self.state), [jnp.asarray(found[name]) for name in here]
-            )
-            self.step, self.group, self.used, self.history = (
-                facts[name] for name in ("step", "group", "used", "history")
-            )
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jaxshare.argument_checks import as_texts
+from jaxshare.argument_checks import as_texts, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Options:
       max_new_tokens: limit of the answer's tokens; an engine's is 256 unless its sampler has one.
       temperature, top_k, top_p, min_p: sampling settings.
       stop: the answer ends before the first of these texts.
+      adapter: the name of an adapter of the engine; an endpoint's model of this name.
     """
 
     max_new_tokens: int | None = None
@@ -22,6 +23,8 @@ class Options:
     top_p: float | None = None
     min_p: float | None = None
     stop: tuple[str, ...] = ()
+    # Saved journals have digests of how options are written.
+    adapter: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -29,6 +32,10 @@ class Options:
                 f"max_new_tokens is {self.max_new_tokens}; an answer has at least one token"
             )
         as_texts("stop", self.stop)
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise TypeError(
+                f"adapter is {shown(self.adapter)}; it must be the name of one, or None"
+            )
 
 
 cached_options = functools.lru_cache(Options)

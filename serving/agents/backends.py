@@ -143,6 +143,7 @@ class EngineModel:
             resample=self._resample,
             next_seed=call.next_seed if self._resample == "stepwise" else None,
             place=call.place,
+            adapter=call.options.adapter,
         )
         try:
             if tell is not None:

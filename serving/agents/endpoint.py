@@ -215,7 +215,7 @@ class OpenAIModel:
         if call.chat_template_kwargs:
             extra["chat_template_kwargs"] = dict(call.chat_template_kwargs)
         given: dict[str, Any] = {
-            "model": self.model,
+            "model": options["adapter"] or self.model,
             "messages": [_as_sent(message.as_dict()) for message in call.messages],
             "seed": call.seed % self._seeds,
             "temperature": options["temperature"],

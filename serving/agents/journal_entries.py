@@ -138,6 +138,7 @@ def summary(request: Any) -> str:
         limit = 256 if (given := request.options.max_new_tokens) is None else given
         options = dataclasses.replace(request.options, max_new_tokens=limit)
         words = repr((request.messages, options, request.n))
+        words += options.adapter or ""
         words += request.chat.words() if request.chat else ""
         words += repr(request.place.before) if request.place else ""
         return (

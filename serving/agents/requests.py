@@ -219,6 +219,7 @@ def llm(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    adapter: str | None = None,
     parse: Callable[[str], Any] | None = None,
     retries: int = 0,
     timeout: float | None = None,
@@ -238,10 +239,9 @@ def llm(
       dialogue: a `Dialogue` that is asked in and continued instead of the agent's own.
       n: number of answers, sampled side by side; the result is their list, and none becomes part of
         the dialogue, unless it is chosen: `dialogue.choose(answers[2])`.
-      stop, max_new_tokens, temperature, top_k, top_p, min_p: see `Options`.
+      stop, max_new_tokens, temperature, top_k, top_p, min_p, adapter: see `Options`.
       parse: converts the text to the result; raises a ValueError for a text that it cannot convert.
-      retries: further attempts, each with its own seed, after an error, a timeout, or a text that
-        cannot be parsed.
+      retries: further attempts, with other seeds, after errors, timeouts, or texts not parsed.
       timeout: seconds for one attempt, and for each call of a tool.
       returns, tools, run_tools, rounds, most_characters, chat_template_kwargs: see `Chat`.
 
@@ -261,6 +261,7 @@ def llm(
         None if top_p is None else as_float("top_p", top_p),
         None if min_p is None else as_float("min_p", min_p),
         as_texts("stop", stop),
+        adapter,
     )
     chat = _chat(returns, tools, run_tools, (rounds, most_characters), chat_template_kwargs)
     _check_combination(chat, n, parse)

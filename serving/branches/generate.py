@@ -19,6 +19,7 @@ from jaxshare.serving.branches.sharing_plan import build_prefix_tree, unique_tok
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream_group import likeliest
 from jaxshare.serving.inputs import (
+    as_sampler,
     check_completions,
     chosen,
     default_sampler,
@@ -113,7 +114,7 @@ def generate(
     of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
     of_texts |= {"include_stop": include_stop, "top_logprobs": top_logprobs}
     of_texts["logprobs"] = logprobs
-    sampler = sampler or default_sampler(model)
+    sampler = default_sampler(model) if sampler is None else as_sampler(sampler)
     count, best_of = chosen("n", n, sampler, 1), chosen("best_of", best_of, sampler)
     prompts, kept = _samples_to_take(model, prompts, count, best_of, prefix)
     sampler = dataclasses.replace(sampler, best_of=None) if sampler.best_of else sampler
@@ -211,7 +212,8 @@ def _generate_on(
     warn_of_equal_texts((prompt.n, answers[prompt.number].sampler) for prompt in read)
     started, passes = time.perf_counter(), engine.metrics.passes
     kept = {"top_logprobs": top_logprobs, "logprobs": logprobs}
-    completions = [*complete_on(engine, read, answers=answers, **kept)]
+    adapter = model.adapter and model.adapter.name
+    completions = [*complete_on(engine, read, answers=answers, adapter=adapter, **kept)]
     unique = unique_tokens(build_prefix_tree(read))
     sampled = sum(len(completion.tokens) for completion in completions)
     return Completions(

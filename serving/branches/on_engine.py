@@ -21,6 +21,7 @@ def complete_on(
     prompts: Sequence[Prompt],
     *,
     answers: Mapping[int, Answering],
+    adapter: str | None = None,
     top_logprobs: int,
     logprobs: bool | str,
 ) -> Iterator[Completion]:
@@ -32,6 +33,7 @@ def complete_on(
       engine: of the model.
       prompts: as tokens, with the number of completions of each.
       answers: how each prompt is answered, by its number.
+      adapter: of the engine's, by name.
       top_logprobs, logprobs: see `Branches`.
 
     Raises:
@@ -54,6 +56,7 @@ def complete_on(
                         seed=answering.seed(index),
                         logprobs=logprobs,
                         top_logprobs=top_logprobs,
+                        adapter=adapter,
                     )
                 except QueueFullError:
                     if not waiting:  # it is full of others' requests

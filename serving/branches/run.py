@@ -56,7 +56,7 @@ class Branches:
     row that ends is replaced by the next one, and a prefix stays as long as there is memory.
 
     Args:
-      model: from `jaxshare.models.load`.
+      model: from `jaxshare.models.load`; all completions have its `adapter`, if it has one.
       prompts: text, tokens, a tree (`Branch`), or a list of these, from which the tree of their
         common prefixes is built; or prompts with numbers of their own (`prompt_tree.Prompt`), such
         as a part of a longer list. None samples from the end of `prefix`.
@@ -314,6 +314,7 @@ class Branches:
             scored=self._logprobs[0] is not None,
             processed=self._logprobs[0] in (PROCESSED, BOTH),
             both=self._logprobs[0] == BOTH,
+            adapter=self.model.adapter,
         )
 
     def _finish(self, output: Completion) -> Completion:
@@ -352,6 +353,9 @@ class _Sink:
     def finish(self, output: Completion) -> Completion:
         """Gives the output to the run."""
         return self.ended(output)
+
+    def admitted(self) -> None:
+        """Is for requests of an engine, whose time in the queue is told."""
 
     def put(self, chunk: TokenChunk) -> None:
         """Ignores new tokens: `Branches.running` has them."""

@@ -78,10 +78,11 @@ def check_settings(
                 "bound"
             )
         prefix.store.check()
-        if prefix.store.model.params is not model.params:
+        store = prefix.store.model
+        if store.params is not model.params or store.adapter != model.adapter:
             raise ValueError(
-                "the prefix was prefilled by another model; give the model that its store was "
-                "made with"
+                "the prefix was prefilled by another model, or with another adapter; give the model "
+                "that its store was made with"
             )
     elif prompts is None:
         raise ValueError(

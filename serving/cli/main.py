@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import gc
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from jaxshare.serving.cli import (
     tune,
     workers,
 )
-from jaxshare.serving.cli.evaluation import evaluate, judge
+from jaxshare.serving.cli.evaluation import evaluate, judge, rescore
 from jaxshare.serving.errors import SamplingError
 
 _NEW_OBJECTS = 50_000
@@ -57,6 +58,7 @@ _COMMANDS = (
     ),
     ("serve", serve, "serve a model over HTTP to every client of OpenAI's interface"),
     ("evaluate", evaluate, "measure accuracy against the budget of forward passes"),
+    ("rescore", rescore, "mark the runs of an evaluation again, without running any"),
     (
         "judge",
         judge,
@@ -96,6 +98,8 @@ _COMMANDS = (
 """The name, the module and the help text of each command."""
 
 
+_PIPE_CLOSED = 128 + 13
+"""The exit code of a program whose output is read no more, as shells have it."""
 _MENDABLE = (
     ValueError,
     FileNotFoundError,
@@ -123,6 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a full disk is said in a sentence
             return code
     except (*_MENDABLE, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _stdout_is_gone():
+            _close_stdout()
+            return _PIPE_CLOSED
         if not isinstance(error, _MENDABLE):
             if not isinstance(error, OSError) or error.errno not in DISK_ERRORS:
                 raise
@@ -135,6 +142,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxshare: interrupted", file=sys.stderr)
         return 130
+
+
+def _stdout_is_gone() -> bool:
+    """Returns whether what reads the output, such as `head`, has ended."""
+    look = select.poll()
+    try:
+        look.register(sys.stdout.fileno(), select.POLLOUT)
+    except (OSError, ValueError):  # it is no file
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in look.poll(0))
 
 
 def _close_stdout() -> None:

@@ -14,7 +14,7 @@ from jaxshare import models
 from jaxshare.serving.cli import arguments, serve_replicas
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import shortened
-from jaxshare.serving.engine import Engine
+from jaxshare.serving.engine import Engine, tracing
 from jaxshare.serving.http.settings import ServerSettings, is_loopback, read_keys
 
 KEY_VARIABLE = "JAXSHARE_API_KEY"
@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="text",
         help="form of the log; json has an object on each line, with the request's identity "
         "(default text)",
+    )
+    parser.add_argument(
+        "--otlp-endpoint",
+        metavar="URL",
+        help="of a collector that gets OpenTelemetry traces of requests, such as "
+        "http://localhost:4318; OTEL_* variables count, too (default: none)",
     )
     arguments.add_dtype(parser)
     process_mesh.add_arguments(parser, groups="engines, of which a server has one")
@@ -224,6 +230,9 @@ def run(options: argparse.Namespace) -> int:
             serve_replicas.run(options, pool, engine, settings, listening, on_start)
             return 0
         with Engine(_model_of(options), **engine) as made:
+            if tracer := serve_replicas.tracer_of(settings):
+                made.tracer = tracer
+                held.callback(tracer.close)
             server = DrainingServer(Service(made, settings, files), listening)
             server.on_start = on_start
             server.on_warm = _settle
@@ -302,8 +311,28 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         api_keys=read_keys(options.api_key, options.api_key_file, variable),
         allowed_origins=tuple(options.allow_origin or ()),
         tool_format=options.tool_format,
+        otlp_endpoint=_endpoint_of(options),
         **given,
     )
+
+
+def _endpoint_of(options: argparse.Namespace) -> str | None:
+    """The address that traces are sent to, or None.
+
+    Raises:
+      ValueError: --otlp-endpoint cannot be used. What is wrong with the environment, which may be
+        meant for other programs, is told.
+    """
+    try:
+        endpoint = tracing.endpoint_of(options.otlp_endpoint)
+        if endpoint is not None:
+            tracing.check_installed()
+    except ValueError as error:
+        if options.otlp_endpoint is not None:
+            raise
+        _say(f"warning: requests are not traced: {error}")
+        return None
+    return endpoint
 
 
 def _settle() -> None:
@@ -320,7 +349,7 @@ def _log_to_stderr(level: str, form: str) -> None:
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(form))
-    for name in ("jaxshare", "uvicorn"):
+    for name in ("jaxshare", "uvicorn", "opentelemetry"):
         logger = logging.getLogger(name)
         logger.addHandler(handler)
         logger.setLevel(level.upper())

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxshare.serving.cluster.model_spec import ModelSpec, shortened
 from jaxshare.serving.cluster.ray_pool import RayPool
+from jaxshare.serving.engine import RequestTracer
 from jaxshare.serving.http.settings import ServerSettings, is_loopback
 
 
@@ -35,6 +36,13 @@ def check(options: argparse.Namespace) -> None:
             "a server with --ray runs on Ray Serve, which is not installed: pip install "
             "'jaxshare[ray-serve]'"
         ) from error
+
+
+def tracer_of(settings: ServerSettings) -> RequestTracer | None:
+    """Returns what makes spans of a server's requests, or None."""
+    if settings.otlp_endpoint is None:
+        return None
+    return RequestTracer.exporting(settings.otlp_endpoint, settings.model_names[0])
 
 
 def run(
@@ -76,11 +84,14 @@ def run(
     with pool:
         # A replica whose rows are half as many requests behind is not worth waiting for.
         replicas = RayServeReplicas(pool, plan, spread=max(1, options.max_rows // 2))
-        front = Front(replicas, settings)
+        tracer = tracer_of(settings)
+        front = Front(replicas, settings, tracer)
         app = create_front(front, is_local=is_loopback(listening.getsockname()[0]))
         server = DrainingServer(front, listening, app)
         server.on_start, front.on_failure = on_start, server.end
         server.serve_until_told()
+        if tracer is not None:
+            tracer.close()
     if front.failure is not None:
         raise ValueError(
             f"the replicas cannot be started ({' '.join(str(front.failure).split())[-600:]})"

@@ -6,6 +6,7 @@ from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.engine import Engine
 from jaxshare.serving.engine.stream import Stream, TokenChunk
 from jaxshare.serving.engine.stream_group import StreamGroup
+from jaxshare.serving.engine.tracing import RequestTracer
 from jaxshare.serving.errors import (
     ClosedError,
     EngineError,
@@ -26,6 +27,7 @@ __all__ = [
     "NoTokenError",
     "NotANumberError",
     "QueueFullError",
+    "RequestTracer",
     "SearchPlace",
     "Stream",
     "StreamGroup",

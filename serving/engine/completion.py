@@ -28,6 +28,8 @@ class Completion:
       preemptions: the number of times that the request was preempted by another.
       first_token_seconds, seconds: from the submission to the engine to the first token, and to the
         end. Of a run over a tree they are None and 0: it counts the time of all together.
+      queue_seconds: from the submission until there were a row and memory; None for a request that had
+        none, because it was cancelled before or the Logits Cache had all of it, and of such a run.
       error: the exception where `finish_reason` is ERROR.
       logprobs: of each token, or None.
       processed_logprobs: of each token as it was drawn, where both kinds were asked for; then `logprobs`
@@ -57,6 +59,7 @@ class Completion:
     processed_logprobs: tuple[float, ...] | None = None
     version_runs: tuple[tuple[int, int], ...] = ()
     restarts: int = 0
+    queue_seconds: float | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:

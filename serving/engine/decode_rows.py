@@ -79,6 +79,7 @@ class DecodeRows:
         self._views = ViewBuilder(rows, FanInGroups(rows, groups))
         self._view = self._views.build({})  # of the last dispatch
         self._samplers = [Sampler()] * rows
+        self._adapters = [0] * rows  # their places
         self._stacked: tuple[Samplers, Processing | None] | None = None  # the same on the device
         self._pieces = PIECES
         # Requests that come later find few rows in use at times; those of a batch seldom do.
@@ -124,7 +125,7 @@ class DecodeRows:
         self._view = self._views.build({})
         return DecodeState.create(
             self._view.over(self._kv.pool.cache),
-            self._view.layout,
+            self._model.adapted(self._view.layout),
             [],
             vocab_size=self._model.config.vocab_size,
             stops=self._model.generation.stop_tokens,
@@ -149,6 +150,7 @@ class DecodeRows:
             if self._samplers[row.index] != row.request.sampler:
                 self._samplers[row.index], self._stacked = row.request.sampler, None
             self._entering[row.index] = row
+            self._adapters[row.index] = row.request.adapter_place
             grammar = compile_grammar(self._model, row.request.sampler)
             state = self._grammars.enter(row.index, grammar, row.request.output)
             self._grammar_states[row.index] = state
@@ -194,7 +196,7 @@ class DecodeRows:
         self._kv.speeds.dispatching()
         self.state = decode(
             self._model.module,
-            self._model.params,
+            self._model.variables,
             state,
             passes=passes,
             width=WIDTH,
@@ -275,10 +277,10 @@ class DecodeRows:
             processed=processed,
             raw_logprobs=raw,
             grammars=self._grammars.put(self.state.grammars),
+            layout=self._model.adapted(
+                dataclasses.replace(self.state.layout, groups=self._view.groups), self._adapters
+            ),
         )
-        if self._view.groups != state.layout.groups:
-            layout = dataclasses.replace(state.layout, groups=self._view.groups)
-            state = dataclasses.replace(state, layout=layout)
         rows = [row for row in self._entering.values() if row.logits is not None]
         if rows:
             state = state.with_logits([row.index for row in rows], self._entering_logits(rows))
@@ -410,6 +412,7 @@ class DecodeRows:
         self._left = [place[row] for row in self._left if row in place]
         self._resumed = [place[row] for row in self._resumed if row in place]
         self._samplers = [self._samplers[row] for row in rows]
+        self._adapters = [self._adapters[row] for row in rows]
         self._grammars.move(rows)
         self._stacked, self._num_rows = None, len(rows)
 

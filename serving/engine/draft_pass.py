@@ -64,7 +64,8 @@ def verify_drafts(
     batch = DraftBatch.of([draft for _, draft in drafts])
     seen = {i: spans(row.node.path()) for i, (row, _) in enumerate(drafts)}
     view = views[len(batch.counts)].build(seen)
-    sampled, finite, top_logits = _verify(model, kv, view, batch, num_top_logits)
+    adapters = [row.request.adapter_place for row, _ in drafts]
+    sampled, finite, top_logits = _verify(model, kv, view, batch, num_top_logits, adapters)
     kv.view_changed = True
     metrics.ran("guess", 1)
     results = []
@@ -100,14 +101,19 @@ def compile_verification(
 
 
 def _verify(
-    model: LoadedModel, kv: KVManager, view: View, batch: DraftBatch, num_top_logits: int
+    model: LoadedModel,
+    kv: KVManager,
+    view: View,
+    batch: DraftBatch,
+    num_top_logits: int,
+    adapters: Sequence[int] = (),
 ) -> Any:
     kv.speeds.interrupted()
     kv.pool.cache, *found = verify(
         model.module,
-        model.params,
+        model.variables,
         view.over(kv.pool.cache),
-        view.layout,
+        model.adapted(view.layout, adapters),
         batch.tokens,
         batch.counts,
         batch.stacked_samplers(),

@@ -16,6 +16,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.checkpoints import CheckpointStore, SavedCheckpoint
 from jaxshare.serving.engine import agreement, checkpoint, validation
+from jaxshare.serving.engine.adapters import AdaptersHost
 from jaxshare.serving.engine.create_scheduler import create_scheduler
 from jaxshare.serving.engine.decisions import agree_on_settings, settings_of
 from jaxshare.serving.engine.metrics import Metrics
@@ -24,7 +25,6 @@ from jaxshare.serving.engine.scheduler import MAX_PASSES
 from jaxshare.serving.engine.snapshot import EngineSnapshot, take_snapshot
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.engine.stream_group import StreamGroup, start_group
-from jaxshare.serving.engine.weights import WeightsHost
 from jaxshare.serving.errors import EngineError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import as_sampler, default_sampler, warn_of_equal_texts
@@ -34,7 +34,7 @@ from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.logits_cache.hotspot import USUAL, Hotspot
 
 
-class Engine(WeightsHost):
+class Engine(AdaptersHost):
     """Serves requests to one model, as many at a time as there are rows and memory.
 
         with Engine(model) as engine:
@@ -49,6 +49,7 @@ class Engine(WeightsHost):
       model: as loaded, or with the weights of the last `update_params`.
       rows, passes: the most rows at the same time, and the most passes of a dispatch.
       metrics: see `Metrics`.
+      tracer: makes spans of requests that are submitted from here on, or None; see `RequestTracer`.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Engine(WeightsHost):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         next_seed: int | None = None,
         place: SearchPlace | None = None,
+        adapter: str | None = None,
     ) -> Any:
         """Submits a request; from any thread, without waiting. None leaves an option to the sampler.
 
@@ -176,11 +178,13 @@ class Engine(WeightsHost):
           tools, chat_template_kwargs: with messages; see `encode_messages`.
           next_seed: of the next request with this prompt, whose replay is then computed ahead.
           place: in the search of an agent, whose finished branches are evicted first.
+          adapter: the name of a loaded one (`add_adapter`); by default that of the engine's model.
 
         Raises:
           TooLongError: the request does not fit the model's context, or never the memory.
           QueueFullError: `max_queue` requests wait already. Several processes wait instead.
           ClosedError: the engine was shut down.
+          AdapterError: no adapter of this name is loaded.
           ValueError, TypeError: a prompt that cannot be read, or options out of range.
         """
         tokens = validation.prompt_tokens(self.model, prompt, tools, chat_template_kwargs)
@@ -189,7 +193,11 @@ class Engine(WeightsHost):
         given = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         given |= {"seed": seed, "agent_id": agent_id, "priority": priority, "resample": resample}
         given |= {"top_logprobs": top_logprobs, "next_seed": next_seed, "place": place}
-        given |= {"sampler": sampler, "logprobs": True if several and several[1] else logprobs}
+        given |= {
+            "sampler": sampler,
+            "adapter": adapter,
+            "logprobs": True if several and several[1] else logprobs,
+        }
         kept = self._scheduler.output.num_top_logits
         options = validation.RequestOptions.checked(self.model, kept_logits=kept, **given)
         return self._start_all(tokens, options, several)
@@ -210,13 +218,18 @@ class Engine(WeightsHost):
         """Submits a sample of a prompt."""
         state = StreamState(Detokenizer(self.model.tokenizer, options.stops, options.includes_stop))
         request = options.request(next(self._numbers), tokens, state, index)
-        self._enqueue(request, state, seed)
+        if self.tracer is not None:
+            state.on_end = self.tracer.begin(request)
+        self._enqueue(request, state, seed, options.adapter)
         return Stream(state, functools.partial(_cancel, request))
 
-    def _enqueue(self, request: Request, state: StreamState, seed: int | None) -> None:
+    def _enqueue(
+        self, request: Request, state: StreamState, seed: int | None, adapter: str | None
+    ) -> None:
         """Accepts a request unless the engine is closed, full or too small; starts the thread."""
         with self._changed:
             self._check_open()
+            request.adapter = self._adapter_of(adapter)
             pool, shared = self._scheduler.kv.pool, self._leases.shared
             validation.check_length(
                 len(request.prompt),

@@ -13,6 +13,7 @@ from jaxshare.serving.engine.decisions import StepDecisions
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.submitted_sessions import SubmittedSessions
+from jaxshare.serving.engine.tracing import RequestTracer
 from jaxshare.serving.errors import ClosedError, EngineError, QueueFullError
 from jaxshare.serving.kvcache.lease import LeaseTable
 
@@ -28,6 +29,7 @@ class EngineLoop:
 
     def __init__(self, scheduler: Scheduler, leases: LeaseTable, metrics: Metrics):
         self.metrics, self._scheduler, self._leases = metrics, scheduler, leases
+        self.tracer: RequestTracer | None = None
         self._changed = threading.Condition()
         self._sessions = SubmittedSessions(self._changed)
         self._decisions = StepDecisions(scheduler, leases, self._sessions, self._changed)

@@ -86,7 +86,7 @@ class OutputProcessor:
     def _replay_of(self, request: Request) -> tuple[np.ndarray, Sampler, int, int, frozenset[int]]:
         """The first arguments of a request's replay."""
         budget = request.max_new_tokens
-        return request.prompt, request.sampler, request.seed, budget, self.stops
+        return request.state_tokens, request.sampler, request.seed, budget, self.stops
 
     def _take_replayed(self, request: Request, tokens: list[int]) -> None:
         """Appends tokens from the Logits Cache to an output; streams or finishes it."""
@@ -113,7 +113,7 @@ class OutputProcessor:
             return None
         if not self.payoff.drafts_pay(host_seconds, SHAPES[-1][1]):
             return None
-        output = self.logits.latest_output(request.prompt)
+        output = self.logits.latest_output(request.state_tokens)
         return DraftLookup(output) if len(output) else None
 
     def finish(
@@ -156,7 +156,7 @@ class OutputProcessor:
         before, new = sampled[:start], sampled[start:]
         # A stop text cuts the output before the tokens that were sampled last.
         top_logits = jax.tree.map(lambda array: array[: len(new)], top_logits)
-        if self.logits.write(request.prompt, before, new, top_logits):
+        if self.logits.write(request.state_tokens, before, new, top_logits):
             self.written.add(request.state)
         request.num_written += len(new)
         request.top_logits.clear()
@@ -167,7 +167,7 @@ class OutputProcessor:
         assert self.logits is not None
         # Those among which it is counted whether the cache pays.
         kind = request.agent, request.sampler.temperature, request.resample
-        request.state = state_digest(request.prompt)
+        request.state = state_digest(request.state_tokens)
         request.watched = self.payoff.watch(kind, request.state)
         if not self.payoff.pays(request.watched, self.logits.has(request.state)):
             request.resample = None

@@ -1,8 +1,9 @@
-"""Prefill: feeding tokens to blocks in passes of one shape.
+"""Prefill: feeding tokens to blocks in passes of two shapes.
 
 A pass has a few rows of a few tokens each. Short texts are fed side by side, one a row. A long one
 takes several rows of the same pass: each has a block of its own and sees those of the rows before
-it, with what they bring in this pass. So one program serves texts of any length.
+it, with what they bring in this pass. So one program serves texts of any length. Where enough
+tokens wait, a second one of longer rows reads the weights less often.
 """
 
 import dataclasses
@@ -15,13 +16,34 @@ from jax import Array
 
 from jaxshare import KVCache
 from jaxshare.models import LoadedModel
+from jaxshare.serving.engine.running_request import RunningRequest
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.prefix_tree import Node
 from jaxshare.serving.kvcache.view import ViewBuilder, spans
 
-ROWS, WIDTH = 4, 64
-"""Rows of a pass, and tokens of a row."""
+
+@dataclasses.dataclass(frozen=True)
+class PassShape:
+    """The shape of a pass: rows, and tokens of a row."""
+
+    rows: int
+    width: int
+
+    @property
+    def size(self) -> int:
+        """The tokens that a pass has places for."""
+        return self.rows * self.width
+
+
+SHORT = PassShape(4, 64)
+"""For few tokens, and where others wait for their next token meanwhile."""
+_LONG, _LONG_ON_GPU = PassShape(8, 128), PassShape(8, 256)
+"""For many. On a GPU products of fewer tokens than about a thousand are bound by reading weights; a
+pass takes less time there than its users would notice."""
+_FILLED = 7 / 8
+"""The part of a long pass that must be filled: one costs at least 0.85 of short ones for as many
+tokens as it has places for."""
 _LISTED = 16
 """Blocks that a row can list, at first: those of a long text that come before it, and a prefix."""
 
@@ -32,7 +54,7 @@ class Piece:
 
     Attributes:
       node: that they belong to.
-      tokens: at most `WIDTH`.
+      tokens: at most as many as a row of the pass takes.
       seen: the extents that the row sees, in order; the last one is empty, and takes the tokens.
     """
 
@@ -41,13 +63,14 @@ class Piece:
     seen: tuple[Extent, ...]
 
 
-def next_pieces(path: Sequence[Node], max_rows: int) -> list[Piece]:
+def next_pieces(path: Sequence[Node], max_rows: int, width: int = SHORT.width) -> list[Piece]:
     """The next tokens to feed of the nodes on a path, as many as a pass can take.
 
     Args:
       path: from the root's child on. Of the nodes after the first that is not full nothing is
         cached.
       max_rows: rows that the pass has left.
+      width: tokens of a row.
     """
     full = next((i for i, n in enumerate(path) if n.num_cached < len(n.tokens)), len(path))
     pieces: list[Piece] = []
@@ -59,7 +82,7 @@ def next_pieces(path: Sequence[Node], max_rows: int) -> list[Piece]:
         if start:
             seen = *seen, Extent(extent.offset, start, start, extent.phase)
         while start < end and len(pieces) < max_rows:
-            tokens = node.tokens[start : min(start + WIDTH, end)]
+            tokens = node.tokens[start : min(start + width, end)]
             seen = *seen, _part(extent, start, len(tokens))
             pieces.append(Piece(node, tokens, seen))
             start += len(tokens)
@@ -68,14 +91,26 @@ def next_pieces(path: Sequence[Node], max_rows: int) -> list[Piece]:
     return pieces
 
 
+def with_adapters(
+    batch: Sequence[tuple[RunningRequest, Piece]],
+) -> tuple[list[Piece], list[int]]:
+    """Returns the pieces of requests, and the places of their adapters."""
+    return [piece for _, piece in batch], [row.request.adapter_place for row, _ in batch]
+
+
 def _part(extent: Extent, start: int, tokens: int) -> Extent:
     """Places of an extent for some tokens that it does not hold yet, as a block of their own."""
     return Extent(extent.offset + start, tokens, 0, extent.phase + start)
 
 
-def _packed(texts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens int32[ROWS, WIDTH] and counts int32[ROWS] of a pass that feeds these texts."""
-    tokens, counts = np.zeros((ROWS, WIDTH), np.int32), np.zeros(ROWS, np.int32)
+def long_shape() -> PassShape:
+    """The shape of passes for many tokens on the default backend."""
+    return _LONG if jax.default_backend() == "cpu" else _LONG_ON_GPU
+
+
+def _packed(texts: Sequence[np.ndarray], shape: PassShape) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens int32[R, T] and counts int32[R] of a pass that feeds these texts."""
+    tokens, counts = np.zeros((shape.rows, shape.width), np.int32), np.zeros(shape.rows, np.int32)
     for i, text in enumerate(texts):
         tokens[i, : len(text)], counts[i] = text, len(text)
     return tokens, counts
@@ -90,20 +125,66 @@ class PrefillPasses:
     """
 
     def __init__(self, model: LoadedModel, kv: KVManager):
-        self._model, self._kv, self._views = model, kv, ViewBuilder(ROWS, width=_LISTED)
+        self._model, self._kv, self._long = model, kv, long_shape()
+        self._views = {
+            shape: ViewBuilder(shape.rows, width=_LISTED) for shape in (SHORT, self._long)
+        }
 
     def use(self, model: LoadedModel) -> None:
         """Goes on with other weights of the same model."""
         self._model = model
 
-    def run(self, pieces: Sequence[Piece]) -> tuple[Array, np.ndarray]:
-        """Feeds pieces, at most `ROWS` of them; returns their logits [R, V], and bool[R] whether
-        these are finite."""
-        kv, (tokens, counts) = self._kv, _packed([piece.tokens for piece in pieces])
-        view = self._views.build({i: piece.seen for i, piece in enumerate(pieces)})
+    def next_pieces(
+        self, paths: Sequence[Sequence[Node]], *, streaming: bool
+    ) -> list[tuple[int, Piece]]:
+        """The next tokens to feed on some paths, as many as a pass can take.
+
+        Args:
+          paths: as `next_pieces` takes them; the first ones come first.
+          streaming: others wait for their next token. On a CPU they do not wait for long passes.
+
+        Returns:
+          Each piece, with the number of its path.
+        """
+        if not streaming or jax.default_backend() != "cpu":
+            pieces = self._of_shape(paths, self._long)
+            if sum(len(p.tokens) for _, p in pieces) >= _FILLED * self._long.size:
+                return pieces
+        return self._of_shape(paths, SHORT)
+
+    @staticmethod
+    def _of_shape(paths: Sequence[Sequence[Node]], shape: PassShape) -> list[tuple[int, Piece]]:
+        pieces: list[tuple[int, Piece]] = []
+        for number, path in enumerate(paths):
+            found = next_pieces(path, shape.rows - len(pieces), shape.width)
+            pieces += [(number, piece) for piece in found]
+        return pieces
+
+    def run(
+        self, pieces: Sequence[Piece], adapters: Sequence[int] | None = None
+    ) -> tuple[Array, np.ndarray]:
+        """Feeds pieces, as many as a pass has rows; returns their logits [R, V], and bool[R]
+        whether these are finite. `adapters` has the places of their adapters, by default the
+        model's own."""
+        fits = all(len(piece.tokens) <= SHORT.width for piece in pieces)
+        shape = SHORT if fits and len(pieces) <= SHORT.rows else self._long
+        return self._run(pieces, shape, adapters)
+
+    def warm_up(self) -> None:
+        """Compiles the passes that texts can need which fit the memory."""
+        self._run([], SHORT)
+        if self._kv.pool.tokens >= self._long.size:
+            self._run([], self._long)
+
+    def _run(
+        self, pieces: Sequence[Piece], shape: PassShape, adapters: Sequence[int] | None = None
+    ) -> tuple[Array, np.ndarray]:
+        kv, (tokens, counts) = self._kv, _packed([piece.tokens for piece in pieces], shape)
+        view = self._views[shape].build({i: piece.seen for i, piece in enumerate(pieces)})
         with kv.speeds.feeding(max(1, int(counts.sum()))):
             cache = view.over(kv.pool.cache)
-            logits, kv.pool.cache = self._model.forward(tokens, counts, cache, view.layout)
+            layout = self._model.adapted(view.layout, adapters)
+            logits, kv.pool.cache = self._model.forward(tokens, counts, cache, layout)
             finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
         kv.view_changed = True
         for piece in pieces:
@@ -119,7 +200,8 @@ def feed_node(model: LoadedModel, kv: KVManager, node: Node) -> bool:
       True if all logits are finite.
     """
     passes, all_finite = PrefillPasses(model, kv), True
-    while pieces := next_pieces(node.path(), ROWS):
+    while found := passes.next_pieces([node.path()], streaming=False):
+        pieces = [piece for _, piece in found]
         logits, finite = passes.run(pieces)
         all_finite &= bool(finite[: len(pieces)].all())
         node.logits = logits[len(pieces) - 1]
@@ -144,20 +226,22 @@ def prefill(
             f"{len(tokens)} tokens do not fit block {block}, which has {extent.length} and room "
             f"for {extent.capacity}; create the cache with a larger one"
         )
-    views, finite = ViewBuilder(ROWS, width=_LISTED), []
-    for first in range(0, max(len(tokens), 1), ROWS * WIDTH):
+    finite, first, long = [], 0, long_shape()
+    while not finite or first < len(tokens):
+        shape = long if len(tokens) - first >= _FILLED * long.size else SHORT
         texts, seen = list[np.ndarray](), list[Extent]()
         if extent.length:
             seen = [dataclasses.replace(extent, capacity=extent.length)]
         listed: dict[int, list[Extent]] = {}
-        for start in range(first, min(first + ROWS * WIDTH, len(tokens)), WIDTH):
-            texts.append(np.asarray(tokens[start : start + WIDTH], np.int32))
+        for start in range(first, min(first + shape.size, len(tokens)), shape.width):
+            texts.append(np.asarray(tokens[start : start + shape.width], np.int32))
             seen.append(_part(extent, extent.length + start - first, len(texts[-1])))
             listed[len(listed)] = [*seen]
-        view = views.build(listed)
-        logits, fed = model.forward(*_packed(texts), view.over(cache), view.layout)
+        view = ViewBuilder(shape.rows, width=_LISTED).build(listed)
+        logits, fed = model.forward(*_packed(texts, shape), view.over(cache), view.layout)
         cache = dataclasses.replace(cache, keys=fed.keys, values=fed.values, faults=fed.faults)
         finite.append(jnp.isfinite(logits).all())
         extent.length += sum(map(len, texts))
+        first += shape.size
     cache = dataclasses.replace(cache, lengths=cache.lengths.at[block].set(extent.length))
     return bool(np.all(jax.device_get(finite))), cache

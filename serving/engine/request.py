@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.decoding.top_logits import TopLogits
+from jaxshare.models.adapters.places import Adapter
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Detokenizer, TokenChunk
@@ -27,6 +28,10 @@ class OutputSink(Protocol):
 
     @property
     def detokenizer(self) -> Detokenizer: ...
+    def admitted(self) -> None:
+        """Notes that the request has a row and memory."""
+        ...
+
     def put(self, chunk: TokenChunk) -> None:
         """Takes new tokens of the text, whose own text is left to the reader."""
         ...
@@ -73,6 +78,7 @@ class Request:
       given_seed: the seed as it was submitted, or None.
       versions: (number of tokens, version), ascending: before so many were sampled the weights had
         this version. The tokens after the last of them have the engine's.
+      adapter: that it is answered with, or None.
       restarts: the number of times that tokens were thrown away, because the weights had changed.
       cancel_wanted: whether it is to be cancelled, which is decided before a step; cancelled:
         whether that was decided.
@@ -116,6 +122,25 @@ class Request:
     raw_logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     restarts: int = 0
+    adapter: Adapter | None = None
+
+    @property
+    def adapter_key(self) -> bytes:
+        """The digest of its adapter; empty for none."""
+        return self.adapter.digest if self.adapter else b""
+
+    @property
+    def adapter_place(self) -> int:
+        """The place of its adapter among those of the model, 0 for none."""
+        return self.adapter.place if self.adapter else 0
+
+    @property
+    def state_tokens(self) -> np.ndarray:
+        """Its prompt as a state of the Logits Cache: after the digest of its adapter, in numbers of
+        which the first is no token."""
+        if self.adapter is None:
+            return self.prompt
+        return np.concatenate([[-1], np.frombuffer(self.adapter_key, np.int32), self.prompt])
 
     @property
     def begun(self) -> bool:

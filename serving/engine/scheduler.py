@@ -3,8 +3,7 @@ what it samples.
 
 One step admits requests as long as there are rows and memory, runs a forward pass over a chunk of
 what is still to be prefilled, and dispatches the decode loop once. It has no thread and reads no
-clock: what it decides follows from the requests, the order in which they come, and the speeds that
-it is given.
+clock: what it decides follows from the requests, their order, and the speeds that it is given.
 """
 
 import collections
@@ -17,7 +16,6 @@ import numpy as np
 from jaxshare import FinishReason
 from jaxshare.decoding.top_logits import largest_logprobs
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.decode_rows import DecodeRows
 from jaxshare.serving.engine.dispatched import Dispatched
 from jaxshare.serving.engine.draft_pass import compile_verification, verify_drafts
@@ -26,6 +24,7 @@ from jaxshare.serving.engine.gauges import set_gauges
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.narrow import kept_rows
 from jaxshare.serving.engine.output import OutputProcessor
+from jaxshare.serving.engine.prefill import PrefillPasses, with_adapters
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
 from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
@@ -86,7 +85,7 @@ class Scheduler:
         self.rows: list[RunningRequest | None] = [None] * rows
         self._prefill_first, self.peak_tokens = prefill_first, 0
         self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
-        self._prefill_passes = prefill.PrefillPasses(model, kv)
+        self._prefill_passes = PrefillPasses(model, kv)
         self._decode_rows = DecodeRows(
             model,
             kv,
@@ -201,6 +200,7 @@ class Scheduler:
         num_cached = node.segment.depth - num_unread
         if request.num_reused is None:
             request.num_reused = min(num_cached, len(request.prompt))
+        request.stream.admitted()
         self.metrics.admitted(request, num_cached)
         extra = {"call": request.number, "agent": request.agent, "known": num_cached}
         log.debug("admitted", extra={**extra, "to_feed": num_unread})
@@ -220,11 +220,11 @@ class Scheduler:
 
     def _prefill(self, rows: Sequence[RunningRequest]) -> None:
         """One pass over the next tokens of the first rows, as many as its shape holds."""
-        batch: list[tuple[RunningRequest, prefill.Piece]] = []
-        for row in rows:
-            pieces = prefill.next_pieces(row.node.path(), prefill.ROWS - len(batch))
-            batch += [(row, piece) for piece in pieces]
-        logits, finite = self._prefill_passes.run([piece for _, piece in batch])
+        streams = len(self.sessions) > 0 or any(row.decoding for row in self.live)
+        paths, streaming = [row.node.path() for row in rows], streams and not self._prefill_first
+        pieces = self._prefill_passes.next_pieces(paths, streaming=streaming)
+        batch = [(rows[number], piece) for number, piece in pieces]
+        logits, finite = self._prefill_passes.run(*with_adapters(batch))
         self.metrics.prefilled(sum(len(piece.tokens) for _, piece in batch))
         failed = {row.index for i, (row, _) in enumerate(batch) if not finite[i]}
         for i, (row, piece) in enumerate(batch):
@@ -438,7 +438,7 @@ class Scheduler:
 
     def warm_up(self, requests: Sequence[Request] = ()) -> None:
         """Compiles what requests need that are sampled as these are; nothing may be running."""
-        self._prefill_passes.run([])
+        self._prefill_passes.warm_up()
         self._decode_rows.warm_up(requests)
         if self.output.logits:
             compile_verification(self.model, self.kv, self._draft_views, self.output)

@@ -2,24 +2,35 @@
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from jaxshare.arena import extents
 from jaxshare.argument_checks import INT32_MAX, as_integer, as_list, shown
+from jaxshare.models import LoadedModel
+from jaxshare.models.adapters.places import Adapter
 from jaxshare.serving.engine.engine_loop import EngineLoop
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.session_passes import SessionPasses
+from jaxshare.serving.errors import EngineError
 from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
 
 
 class WeightsUser(Protocol):
-    """A session on an engine, which computes with the engine's weights."""
+    """A session on an engine, which computes with the engine's weights, and an adapter of these.
 
-    def use_params(self, params: dict[str, Any]) -> None:
-        """Goes on with other weights of the same model."""
+    Attributes:
+      loaded: its model, with its adapter.
+      lease: of its memory.
+    """
+
+    loaded: LoadedModel
+    lease: KVLease | None
+
+    def use_weights(self, model: LoadedModel) -> None:
+        """Goes on with the weights and adapters of a model."""
         ...
 
 
@@ -41,11 +52,27 @@ class SessionHost(EngineLoop):
         return self._scheduler.output.version
 
     def follow_weights(self, session: WeightsUser) -> None:
-        """Gives a session the weights, and those that come later, for as long as it exists."""
+        """Gives a session the weights, and those that come later, for as long as it exists.
+
+        Raises:
+          EngineError: its adapter is the engine's no more.
+        """
         with self._changed:
+            adapter, loaded = session.loaded.adapter, self._scheduler.model.adapters
+            if adapter and (not loaded or loaded.loaded.get(adapter.name) != adapter):
+                raise EngineError(
+                    f"the adapter {adapter.name!r} of the session is not loaded in the engine, or "
+                    "another is under this name; give the session engine.model.using(NAME)"
+                )
             self._weights_users = [each for each in self._weights_users if each() is not None]
             self._weights_users.append(weakref.ref(session))
-            session.use_params(self._scheduler.model.params)
+            session.use_weights(self._scheduler.model)
+
+    def _adapters_of_sessions(self) -> list[Adapter | None]:
+        """The adapters of the sessions that are not closed."""
+        sessions = [each() for each in self._weights_users]
+        is_open = [each for each in sessions if each and each.lease and each.lease.close.alive]
+        return [session.loaded.adapter for session in is_open]
 
     def _num_open_sessions(self) -> int:
         """The sessions that are neither over nor closed."""

@@ -251,7 +251,11 @@ class GrowingText:
 
 
 class StreamState:
-    """State shared by a stream and the engine, which must not keep the stream itself alive."""
+    """State shared by a stream and the engine, which must not keep the stream itself alive.
+
+    Attributes:
+      on_end: called once with the output in the engine's thread, or None.
+    """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         self.detokenizer = detokenizer
@@ -261,7 +265,9 @@ class StreamState:
         self.waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._result: Completion | None = None
         self._submit_time = time.perf_counter()
+        self._queue_seconds: float | None = None
         self._first_token_seconds: float | None = None
+        self.on_end: Callable[[Completion], None] | None = None
         self._was_read = self._is_restarted = False
 
     def result(self) -> Completion:
@@ -301,6 +307,11 @@ class StreamState:
         chunk = dataclasses.replace(chunk, text=self.detokenizer.next_text(chunk.tokens, last))
         return chunk if chunk.tokens or chunk.text or chunk.restarted else None
 
+    def admitted(self) -> None:
+        """Notes that the request has left the queue, the first time. Called in the engine's thread."""
+        if self._queue_seconds is None:
+            self._queue_seconds = time.perf_counter() - self._submit_time
+
     def put(self, chunk: TokenChunk) -> None:
         """Adds tokens. Called in the engine's thread."""
         if self._first_token_seconds is None:
@@ -334,8 +345,12 @@ class StreamState:
                 output,
                 seconds=time.perf_counter() - self._submit_time,
                 first_token_seconds=self._first_token_seconds,
+                queue_seconds=self._queue_seconds,
             )
+            on_end, self.on_end = self.on_end, None
         self._notify()
+        if on_end is not None:
+            on_end(self.output)
         return self.output
 
     def _notify(self) -> None:

@@ -58,6 +58,7 @@ class SubmitOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
     next_seed: int | None
     place: SearchPlace | None
+    adapter: str | None
 
 
 def check_engine(**at_least_1: int) -> list[int]:
@@ -224,6 +225,7 @@ class RequestOptions:
     num_top_logprobs: int
     next_seed: int | None = None
     place: SearchPlace | None = None
+    adapter: str | None = None
 
     def request(
         self, number: int, tokens: np.ndarray, stream: StreamState, index: int = 0
@@ -266,6 +268,7 @@ class RequestOptions:
         kept_logits: int,
         next_seed: Any = None,
         place: Any = None,
+        adapter: Any = None,
     ) -> "RequestOptions":
         """Refuses options that the engine cannot serve; they are those of `Engine.submit`, where None
         is for those of the sampler, and the logits that its Logits Cache keeps, 0 without one.
@@ -277,6 +280,8 @@ class RequestOptions:
             raise TypeError(f"agent_id is {shown(agent_id)}; it must be a text")
         if place is not None and not isinstance(place, SearchPlace):
             raise TypeError(f"place is {shown(place)}; it must be a SearchPlace, or None")
+        if adapter is not None and not isinstance(adapter, str):
+            raise TypeError(f"adapter is {shown(adapter)}; it must be the name of one, or None")
         sampler = as_sampler(sampler)
         include_stop = chosen("include_stop", include_stop, sampler, False)
         seed = chosen("seed", seed, sampler)
@@ -295,6 +300,7 @@ class RequestOptions:
             as_top_logprobs(model, top_logprobs),
             None if next_seed is None else as_integer("next_seed", next_seed),
             place,
+            adapter,
         )
         if resample is not None:
             options._check_resample(kept_logits > 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxshare.argument_checks import INT32_MAX, as_integer, as_timeout, shown
 from jaxshare.models import LoadedModel
-from jaxshare.models.new_params import NewParams, ParamsForm
+from jaxshare.models.new_params import FormerParams, NewParams, ParamsForm
 from jaxshare.serving.engine import validation
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.scheduler import Scheduler
@@ -33,6 +33,8 @@ class WeightsHost(SessionHost):
 
     model: LoadedModel
     _num_drains = 0
+    _owns_params = False
+    """The arrays of the model were made here, and are seen as `model.params` alone."""
 
     def _start_updates(self, given: int | LogitsCache) -> None:
         """Prepares for updates; `given` is the Logits Cache, or its size, as the engine got it."""
@@ -88,7 +90,8 @@ class WeightsHost(SessionHost):
             have sampled nothing begin again. `Completion.versions` has the version for each token.
           version: a number for the weights, larger than the last one; by default the next one.
           copy: False uses arrays that are placed as the engine's as they are: nothing may change
-            them, or donate them to a program, while the engine has them.
+            them, or donate them to a program, while the engine has them. Copies are written into
+            those of an update before, unless something holds their arrays, `model`'s, still.
           timeout: seconds to wait for what is to finish; None for any time.
 
         Returns:
@@ -189,11 +192,14 @@ class WeightsHost(SessionHost):
           EngineError: that has failed, and the engine has ended.
         """
         form, logits = self._params_form, self.logits_cache
+        former = FormerParams(self.model.params, found) if self._owns_params else None
         self._use(dataclasses.replace(self.model, params={}))
         if logits is not None and self._owns_logits:
             logits.close()
         try:
-            model = dataclasses.replace(self.model, params=form.placed(found, copy=copy))
+            model = dataclasses.replace(
+                self.model, params=form.placed(found, copy=copy, former=former)
+            )
             self._scheduler.output.logits = logits and validation.emptied(logits, model)
         except BaseException as failure:  # also an interrupt: there are no weights
             self._end_for_good(failure)
@@ -202,19 +208,19 @@ class WeightsHost(SessionHost):
                 f"the engine has lost its weights, as the new ones could not be placed "
                 f"({type(failure).__name__}: {failure}); make another"
             ) from failure
-        self._owns_logits = True
+        self._owns_logits, self._owns_params = True, copy
         self._scheduler.output.version = version
         self.metrics.set_params_version(version)
         self._use(model)
 
     def _use(self, model: LoadedModel) -> None:
-        """Goes on with a model of other weights."""
+        """Goes on with a model of other weights or adapters."""
         self.model = model
         self._scheduler.use(model)
         with self._changed:
             for each in self._weights_users:
                 if (session := each()) is not None:
-                    session.use_params(model.params)
+                    session.use_weights(model)
 
 
 def _leave_weights(scheduler: Scheduler, running: str) -> None:

@@ -8,14 +8,18 @@ Hogwild! Inference, sections 4.1 and 4.2, and section 4.3 with appendix G:
 """
 
 from jaxshare.deprecated import renamed
+from jaxshare.serving.evaluation.checkers.cases import run_cases
 from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.checkers.sandbox import Limits, Verdict, run_tests
+from jaxshare.serving.evaluation.execution import execute
 from jaxshare.serving.evaluation.judge import Endpoint, Grading, JudgeError, grade, trace_of
-from jaxshare.serving.evaluation.runs import Run, RunSpec, execute, run_specs, solve
+from jaxshare.serving.evaluation.problems import Case, Problem, Task
+from jaxshare.serving.evaluation.runs import Run, RunSpec, run_specs, solve
 from jaxshare.serving.evaluation.scoring import Point, Score, Scorer, passes_to, points, wilson
-from jaxshare.serving.evaluation.tasks import Problem, Task, load_task
+from jaxshare.serving.evaluation.tasks import load_task
 
 __all__ = [
+    "Case",
     "Endpoint",
     "Grading",
     "JudgeError",
@@ -34,6 +38,7 @@ __all__ = [
     "load_task",
     "passes_to",
     "points",
+    "run_cases",
     "run_specs",
     "run_tests",
     "solve",

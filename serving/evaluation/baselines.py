@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from jaxshare import FinishReason, Sampler
 from jaxshare.models import LoadedModel
+from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation import streams
 from jaxshare.serving.evaluation.skeleton import skeleton_of_thought
 from jaxshare.serving.workers.layouts import PROMPT, worker_names
@@ -37,6 +38,7 @@ def sequential(
     seed: int = 0,
     format: Format | str | None = None,
     finisher_tokens: int = 16,
+    engine: Engine | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Result:
     """Runs one stream that sees the problem alone ("Baseline" in the paper).
@@ -56,6 +58,7 @@ def sequential(
         out. Default the model's own instructions for a single worker, or else nothing but the
         problem. The name of a preset means its family's chat with nothing but the problem in it.
       finisher_tokens: maximum tokens of an answer that is requested early.
+      engine: an engine of the model, in whose passes the streams run; see `Workers`.
       on_event: called with the text as it appears.
 
     Raises:
@@ -63,7 +66,7 @@ def sequential(
         refuses.
     """
     finish_at = streams.checked_budgets(budget, finish_at, kind)
-    session = streams.independent_streams(
+    with streams.independent_streams(
         model,
         problem,
         (streams.ALONE,),
@@ -73,18 +76,12 @@ def sequential(
         seed=seed,
         kind=kind,
         finisher_tokens=finisher_tokens,
-    )
-
-    def written() -> Answer:
-        return Answer(
-            streams.value_of(session, streams.ALONE),
-            streams.text_of(session, streams.ALONE),
-            session.passes,
-            0,
+        engine=engine,
+    ) as session:
+        answer = session.finish if early_stop else functools.partial(_written, session)
+        return _result(
+            session, streams.run_to_budgets(session, budget, finish_at, answer, on_event)
         )
-
-    answer = session.finish if early_stop else written
-    return _result(session, streams.run_to_budgets(session, budget, finish_at, answer, on_event))
 
 
 def self_consistency(
@@ -100,6 +97,7 @@ def self_consistency(
     seed: int = 0,
     format: Format | str | None = None,
     finisher_tokens: int = 16,
+    engine: Engine | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Result:
     """Runs streams that do not see each other, and takes one answer from all of them.
@@ -122,7 +120,7 @@ def self_consistency(
     if answer_by not in ("concatenate", "vote"):
         raise ValueError(f"answer_by is {answer_by!r}; it must be 'concatenate' or 'vote'")
     names = tuple(f"sample {i + 1}" for i in range(workers))
-    session = streams.independent_streams(
+    with streams.independent_streams(
         model,
         problem,
         names,
@@ -132,12 +130,15 @@ def self_consistency(
         seed=seed,
         kind=kind,
         finisher_tokens=finisher_tokens,
-    )
-    answer = functools.partial(_vote, session)
-    if answer_by == "concatenate":
-        _check_concatenated(session, budget, model.config.max_positions)
-        answer = functools.partial(session.finish, sees=(PROMPT, *names))
-    return _result(session, streams.run_to_budgets(session, budget, finish_at, answer, on_event))
+        engine=engine,
+    ) as session:
+        answer = functools.partial(_vote, session)
+        if answer_by == "concatenate":
+            _check_concatenated(session, budget, model.config.max_positions)
+            answer = functools.partial(session.finish, sees=(PROMPT, *names))
+        return _result(
+            session, streams.run_to_budgets(session, budget, finish_at, answer, on_event)
+        )
 
 
 class Method(Protocol):
@@ -156,6 +157,7 @@ class Method(Protocol):
         seed: int = 0,
         format: Format | str | None = None,
         finisher_tokens: int = 16,
+        engine: Engine | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> Result: ...
 
@@ -174,9 +176,10 @@ def _workers(
     """Runs workers in the combined layout, the method that the others are compared with."""
     streams.check_workers(workers)
     finish_at = streams.checked_budgets(budget, finish_at, kind)
-    return Workers(
+    with Workers(
         model, problem, names=worker_names(workers), budget=budget, kind=kind, **more
-    ).run(finish_at, on_event=on_event)
+    ) as session:
+        return session.run(finish_at, on_event=on_event)
 
 
 def _unlimited(model: LoadedModel, problem: str, *, workers: int = 2, **more: Any) -> Result:
@@ -204,6 +207,12 @@ METHODS: Mapping[str, Method] = {
 def _result(session: Workers, by_budget: Mapping[int, Answer]) -> Result:
     reason = session.finish_reason or FinishReason.LENGTH
     return dataclasses.replace(session.result(by_budget), finish_reason=reason)
+
+
+def _written(session: Workers) -> Answer:
+    """The answer that a single stream has written, or none."""
+    value = streams.value_of(session, streams.ALONE)
+    return Answer(value, streams.text_of(session, streams.ALONE), session.passes, 0)
 
 
 def _check_concatenated(session: Workers, budget: int, context: int) -> None:

@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxshare.models import LoadedModel
 from jaxshare.serving import checksums, jsonl
-from jaxshare.serving.evaluation import runs, scoring
+from jaxshare.serving.evaluation import provenance, runs, scoring
 from jaxshare.serving.evaluation.runs import Run
 from jaxshare.serving.evaluation.scoring import Point
 from jaxshare.serving.identity import check_identity, identity
@@ -32,7 +32,7 @@ def open_runs(
     folder: Path,
     settings: Mapping[str, Any],
     resume: bool,
-    keys: set[runs.Key],
+    keys: Container[runs.Key],
 ) -> tuple[BinaryIO | None, list[Run]]:
     """Opens the file of runs, which `files` closes; with the runs in it, or None if there is none.
 
@@ -97,6 +97,37 @@ def check_model(folder: Path, model: LoadedModel) -> dict[str, Any]:
         return identity(model)
     saved = checksums.loads((folder / SETTINGS).read_bytes())
     return check_identity(f"the evaluation in {folder}", saved, model, OTHER)
+
+
+def check_code(folder: Path) -> None:
+    """Raises ValueError if the evaluation in the folder began with other code that decides texts."""
+    if os.path.lexists(folder / SETTINGS):
+        saved = checksums.loads((folder / SETTINGS).read_bytes())
+        provenance.check_code(f"the evaluation in {folder}", saved, OTHER)
+
+
+def provenance_of(task_options: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of settings.json for a new evaluation, besides settings and model.
+
+    Args:
+      task_options: with which the task was loaded.
+    """
+    return {
+        "task_options": dict(task_options),
+        "versions": provenance.versions(),
+        "code": provenance.code(),
+    }
+
+
+def read_provenance(folder: Path) -> dict[str, Any]:
+    """The model, the versions, the code and the options of the task that the runs are from.
+
+    An evaluation of an earlier version has a part of it.
+    """
+    saved = checksums.loads((folder / SETTINGS).read_bytes())
+    about = {name: saved[name] for name in ("task_options", "versions", "code") if name in saved}
+    known = {"format", "settings", checksums.FIELD, *about}
+    return {"model": {name: saved[name] for name in saved if name not in known}, **about}
 
 
 def read_lines(folder: Path, settings: Mapping[str, Any]) -> dict[str, list[Point]]:

@@ -4,17 +4,11 @@ A run depends on its spec and the model alone. That is why an evaluation needs n
 file: the runs in it are skipped, the rest is made, and the result is that of an unbroken one.
 """
 
-import concurrent.futures
 import dataclasses
-import functools
-import queue
 from collections.abc import (
     Callable,
-    Collection,
     Container,
-    Hashable,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -25,10 +19,10 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import checksums, jsonl
-from jaxshare.serving.cluster.ray_pool import RayPool, Work
+from jaxshare.serving.engine import Engine
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.evaluation.baselines import METHODS
-from jaxshare.serving.evaluation.tasks import Problem
+from jaxshare.serving.evaluation.problems import Problem
 from jaxshare.serving.workers.text.answers import AnswerRule, answer_rule, box_answers, has_entries
 
 ALONE = ("no-early-stop", "sequential", "skeleton-unlimited")
@@ -178,16 +172,25 @@ def label(method: str, workers: int) -> str:
     )
 
 
-def solve(model: LoadedModel, spec: RunSpec, on_pass: Callable[[int], None] | None = None) -> Run:
+def solve(
+    model: LoadedModel,
+    spec: RunSpec,
+    on_pass: Callable[[int], None] | None = None,
+    engine: Engine | None = None,
+) -> Run:
     """Makes one run. It answers at every budget, which changes nothing of the text.
 
     Args:
+      model: the engine's, if there is one.
+      spec: of the run.
       on_pass: called from time to time with the forward passes so far.
+      engine: in whose passes the run takes part.
 
     Raises:
       ValueError: a problem that the method refuses, such as one that does not fit the model's
         context.
       NotANumberError: the model's logits for it are not finite.
+      EngineError: other sessions have too much of the engine's memory.
     """
     on_event = (lambda event: on_pass(event.passes)) if on_pass else None
     result = METHODS[spec.method](
@@ -200,6 +203,7 @@ def solve(model: LoadedModel, spec: RunSpec, on_pass: Callable[[int], None] | No
         sampler=spec.sampler,
         seed=spec.seed,
         finisher_tokens=spec.answer_tokens,
+        engine=engine,
         on_event=on_event,
         **spec.more,
     )
@@ -208,7 +212,7 @@ def solve(model: LoadedModel, spec: RunSpec, on_pass: Callable[[int], None] | No
 
 Refused = ValueError | NotANumberError
 """The errors of a problem that cannot be run; the others are."""
-_REFUSED = ValueError, NotANumberError
+REFUSED = ValueError, NotANumberError
 
 Execute = Callable[
     [Sequence[RunSpec], Callable[[int], None]], Iterable[tuple[RunSpec, Run | Refused]]
@@ -216,75 +220,6 @@ Execute = Callable[
 """Makes runs: takes specs, which are independent of each other, and yields each with its run or its
 error, in any order, as they finish. It may call the second argument with the forward passes of the
 run in progress."""
-
-
-def execute(model: LoadedModel) -> Execute:
-    """Makes runs in this process: in order, or side by side on the data groups of the mesh."""
-    replicas = model.replicas()
-    free: queue.SimpleQueue[LoadedModel] = queue.SimpleQueue()
-    for replica in replicas:
-        free.put(replica)
-
-    def make(spec: RunSpec, on_pass: Callable[[int], None] | None) -> tuple[RunSpec, Run | Refused]:
-        replica = free.get()
-        try:
-            return spec, solve(replica, spec, on_pass)
-        except _REFUSED as error:
-            return spec, error
-        finally:
-            free.put(replica)
-
-    def run(
-        specs: Sequence[RunSpec], on_pass: Callable[[int], None]
-    ) -> Iterator[tuple[RunSpec, Run | Refused]]:
-        if len(replicas) == 1:
-            yield from (make(spec, on_pass) for spec in specs)
-            return
-        executor = concurrent.futures.ThreadPoolExecutor(
-            len(replicas), thread_name_prefix="jaxshare-data"
-        )
-        try:
-            for made in concurrent.futures.as_completed(
-                [executor.submit(make, spec, None) for spec in specs]
-            ):
-                yield made.result()
-        finally:  # also where the caller stops early
-            executor.shutdown(cancel_futures=True)
-
-    return run
-
-
-def execute_on(pool: RayPool, load: Callable[[], LoadedModel]) -> Execute:
-    """Makes runs on the replicas of a pool, side by side.
-
-    Args:
-      pool: connected.
-      load: gives the model, on the node where it is called.
-    """
-
-    def run(
-        specs: Sequence[RunSpec], on_pass: Callable[[int], None]
-    ) -> Iterator[tuple[RunSpec, Run | Refused]]:
-        pool.start(functools.partial(_solver, load), max_replicas=len(specs))
-        for result in pool.run(specs):
-            yield result.piece, result.value
-
-    return run
-
-
-def _solver(load: Callable[[], LoadedModel]) -> Work:
-    """Makes the function that makes runs in the process of a replica."""
-    model = load()
-
-    def work(
-        spec: RunSpec, arrived: Collection[Hashable]
-    ) -> Iterator[tuple[Hashable, Run | Refused]]:
-        try:
-            yield spec.key, solve(model, spec)
-        except _REFUSED as error:
-            yield spec.key, ValueError(str(error))
-
-    return work
 
 
 # The file.

@@ -9,15 +9,21 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxshare.argument_checks import as_float, as_integer
+from jaxshare.serving.evaluation.checkers.cases import run_cases
 from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.checkers.sandbox import Limits, Verdict, run_tests
+from jaxshare.serving.evaluation.data_sets.mathematics import listed_answers
+from jaxshare.serving.evaluation.problems import Problem
 from jaxshare.serving.evaluation.runs import Run, label
-from jaxshare.serving.evaluation.tasks import Problem
 
 _Z95 = statistics.NormalDist().inv_cdf(0.975)
 _COMMA = re.compile(r"\s*,\s*")
 _COMMA_OF_LIST = re.compile(r"\s*,\s+|\s*,(?!\d{3}(?!\d))\s*|(?<!\d),\s*")
 """A comma that is not between the thousands of a number."""
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_AND = re.compile(r",?\s*(?:\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")
+_LATEX = re.compile(r"\\(?:mathrm|mathbf|text|operatorname|left|right|quad)|\\[ ,;:!]|[{}$~\s]")
+"""The parts of LaTeX that set a unit and mean nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Scorer:
             value = answer["value"]
             right, error = (
                 self._program(problem, value)
-                if problem.tests is not None
+                if problem.is_program
                 else (self._right(problem, value), None)
             )
             scores.append(
@@ -82,19 +88,53 @@ class Scorer:
         return scores
 
     def _right(self, problem: Problem, value: str | None) -> tuple[bool, ...]:
+        if problem.any_order:
+            return (self._all_listed(problem, value),)
+        if value is not None and (problem.tolerances or problem.unit):
+            [reference], [tolerance] = problem.answers, problem.tolerances or (None,)
+            return (self._same(reference, value, tolerance, problem.unit),)
         return right_answers(
             problem.answers, value, str.__eq__ if problem.exact else self._mathematician.same
         )
 
+    def _all_listed(self, problem: Problem, value: str | None) -> bool:
+        """True if a list has all answers of a problem and no others, in any order."""
+        tolerances = problem.tolerances or (None,) * len(problem.answers)
+        given = _listed(value, len(tolerances))
+        if len(given) != len(tolerances):
+            return False
+        return all_matched(
+            [
+                [self._same(reference, part, tolerance, problem.unit) for part in given]
+                for reference, tolerance in zip(problem.answers, tolerances, strict=True)
+            ]
+        )
+
+    def _same(self, reference: str, answer: str, tolerance: float | None, unit: str | None) -> bool:
+        """True if an answer is the reference, with or without the unit at its end."""
+        answers = dict.fromkeys((answer, without_unit(answer, unit)))
+        return any(self._mathematician.same(reference, each, tolerance) for each in answers)
+
     def _program(
         self, problem: Problem, program: str | None
     ) -> tuple[tuple[bool, ...], str | None]:
-        if program is None or problem.tests is None:
+        if program is None:
             return (False,), "there is no program"
         key = problem.id, program
         if key not in self._verdicts:
-            self._verdicts[key] = run_tests(program, problem.tests, self._limits)
+            self._verdicts[key] = self._verdict(problem, program)
         return (self._verdicts[key].passed,), self._verdicts[key].error
+
+    def _verdict(self, problem: Problem, program: str) -> Verdict:
+        if problem.cases is not None:
+            return run_cases(
+                program,
+                problem.cases.read(),
+                self._limits,
+                function=problem.cases.function,
+                preamble=problem.preamble,
+            )
+        return run_tests(program, problem.tests or "", self._limits, preamble=problem.preamble)
 
 
 def right_answers(
@@ -121,6 +161,48 @@ def right_answers(
         bool(part) and same(reference, part)
         for reference, part in zip(references, parts, strict=True)
     )
+
+
+def all_matched(equal: Sequence[Sequence[bool]]) -> bool:
+    """True if each reference can have an answer of its own.
+
+    Args:
+      equal: for each reference and each answer, whether they are the same. Within a tolerance an
+        answer may be the same as several references.
+    """
+    taken: dict[int, int] = {}
+
+    def give(reference: int, tried: set[int]) -> bool:
+        for answer, same in enumerate(equal[reference]):
+            if same and answer not in tried:
+                tried.add(answer)
+                if answer not in taken or give(taken[answer], tried):
+                    taken[answer] = reference
+                    return True
+        return False
+
+    return all(give(reference, set()) for reference in range(len(equal)))
+
+
+def without_unit(answer: str, unit: str | None) -> str:
+    """An answer without the unit at its end, however it is written in LaTeX."""
+    if unit is None or not (plain := _LATEX.sub("", unit)):
+        return answer
+    for i in range(1, len(answer)):
+        before = answer[:i]
+        if before.count("{") == before.count("}") and _LATEX.sub("", answer[i:]) == plain:
+            return before.strip() or answer
+    return answer
+
+
+def _listed(value: str | None, count: int) -> list[str]:
+    """The answers in a list, of which there should be so many."""
+    text = _AND.sub(",", (value or "").replace("{,}", ","))
+    inner = text.strip().strip("$").strip()
+    if inner.startswith("\\{") and inner.endswith("\\}"):
+        text = inner[2:-2]
+    parts = listed_answers(text)
+    return parts if len(parts) <= count else listed_answers(_THOUSANDS.sub("", text))
 
 
 def _entries(text: str, count: int) -> list[str]:

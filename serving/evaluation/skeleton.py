@@ -10,15 +10,18 @@ in each pass, in turn. A round over k unfinished threads takes ceil(k / workers)
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxshare import FinishReason, Sampler
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
+from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation import streams
 from jaxshare.serving.workers.layouts import PROMPT
 from jaxshare.serving.workers.prompts.format import Format
@@ -31,7 +34,8 @@ from jaxshare.serving.workers.text.transcript import Event, Step
 
 _OUTLINE, _MAIN = "outline", "main"
 _OUTLINE_TOKENS = 256
-_MAX_POINTS = 10
+MAX_POINTS = 10
+"""The most threads."""
 _LOOK = 64
 """Passes between two looks at which threads have ended."""
 _POINT = re.compile(r"^[ \t]*(\d+)[.)][ \t]*(\S.*?)[ \t]*$", re.MULTILINE)
@@ -51,6 +55,7 @@ def skeleton_of_thought(
     seed: int = 0,
     format: Format | str | None = None,
     finisher_tokens: int = 16,
+    engine: Engine | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> Result:
     """Writes an outline, works out its points in threads, then reads them all and goes on.
@@ -78,21 +83,22 @@ def skeleton_of_thought(
     if workers is not None:
         streams.check_workers(workers)
     format = streams.lone_format(model, format, sampler)
-    make = functools.partial(
-        streams.independent_streams,
-        model,
-        sampler=sampler,
-        kind=kind,
-        finisher_tokens=finisher_tokens,
-    )
-    run = _SkeletonRun(problem, budget, finish_at, format, make, on_event or (lambda event: None))
-    outline = _write_outline(run, seed)
-    threads = _write_threads(model, run, outline, kind, workers, stream_seed(seed, "threads"))
-    reason = None
-    if run.passes < budget:
-        notes = threads.texts(threads.passes) if threads else []
-        reason = _write_main(run, notes, stream_seed(seed, "main"))
-    return run.result(reason or FinishReason.LENGTH, watch.split()[1])
+    with contextlib.ExitStack() as sessions:
+        settings = {"sampler": sampler, "kind": kind, "finisher_tokens": finisher_tokens}
+        make = functools.partial(streams.independent_streams, model, engine=engine, **settings)
+
+        def opened(*given: Any, **more: Any) -> Workers:
+            return sessions.enter_context(make(*given, **more))
+
+        on_event = on_event or (lambda event: None)
+        run = _SkeletonRun(problem, budget, finish_at, format, opened, on_event)
+        outline = _write_outline(run, seed)
+        threads = _write_threads(model, run, outline, kind, workers, stream_seed(seed, "threads"))
+        reason = None
+        if run.passes < budget:
+            notes = threads.texts(threads.passes) if threads else []
+            reason = _write_main(run, notes, stream_seed(seed, "main"))
+        return run.result(reason or FinishReason.LENGTH, watch.split()[1])
 
 
 # The three stages.
@@ -158,6 +164,7 @@ def _write_outline(run: _SkeletonRun, seed: int) -> str:
             run.answers[passes] = session.finish(sees=(PROMPT, _OUTLINE))
         if over or passes != session.passes:
             break
+    session.close()  # the next stage has its memory
     run.stages.append(session)
     run.steps += session.steps
     run.passes += session.passes
@@ -177,12 +184,13 @@ def _write_threads(
     threads = _decode_threads(model, run, outline, kind, workers, left, seed)
     if threads is None:
         return None
+    threads.session.close()
     run.stages.append(threads.session)
     used = min(left, threads.passes)
     for passes in [at for at in run.finish_at if before < at <= before + used]:
         request = _main_request(run.problem, threads.texts(passes - before))
-        session = run.make(request, (_MAIN,), run.format, budget=run.budget)
-        run.answers[passes] = dataclasses.replace(session.finish(), passes=passes)
+        with run.make(request, (_MAIN,), run.format, budget=run.budget) as session:
+            run.answers[passes] = dataclasses.replace(session.finish(), passes=passes)
     for step in threads.steps(used, before):
         run.steps.append(step)
         finished = step.ended is not None
@@ -230,7 +238,7 @@ def _outline_request(problem: str) -> str:
     return (
         f"{problem}\n\nDo not solve this yet. First divide the work: list the parts that can be "
         "worked out side by side, so that no part waits for the result of another. Write a "
-        f"numbered list of at most {_MAX_POINTS} lines, each of at most ten words, and nothing "
+        f"numbered list of at most {MAX_POINTS} lines, each of at most ten words, and nothing "
         "else."
     )
 
@@ -264,7 +272,7 @@ def _points(outline: str) -> list[str]:
     for number, text in _POINT.findall(outline):
         if int(number) == len(points) + 1:
             points.append(text)
-    return points[:_MAX_POINTS]
+    return points[:MAX_POINTS]
 
 
 @dataclasses.dataclass(frozen=True)

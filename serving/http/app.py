@@ -9,6 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxshare import __version__
+from jaxshare.serving.engine.tracing import RequestTracer
 from jaxshare.serving.http import errors, request_log
 from jaxshare.serving.http.auth import ApiKeys, is_open
 from jaxshare.serving.http.batches.running import Batches
@@ -33,6 +34,7 @@ from jaxshare.serving.http.metrics import HttpMetrics
 from jaxshare.serving.http.observer import Observer
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import ServerSettings
+from jaxshare.serving.http.tracing import Traced
 
 _log = logging.getLogger("jaxshare.http")
 
@@ -42,6 +44,8 @@ _PARTS = (
     *(page, models, completions, chat, responses, tokens, workers, engine, trees, files, batches),
     weights,
 )
+NO_TELEMETRY: Any = dict.fromkeys(("tracing", "metrics", "logs", "operation_spans"), False)
+"""FastAPI would make spans of its own, with the messages of errors in them; see `Traced`."""
 ROUTERS = tuple(part.router for part in _PARTS)
 """The endpoints of a server."""
 _ERROR = {
@@ -77,7 +81,7 @@ def create_app(service: Service, *, is_local: bool = False) -> FastAPI:
       is_local: it listens on a loopback address, so that requests name this machine.
     """
     app = create_endpoints(service)
-    guard(app, service.settings, service.metrics, is_local=is_local)
+    guard(app, service.settings, service.metrics, is_local=is_local, tracer=service.tracer)
     return app
 
 
@@ -93,6 +97,7 @@ def create_endpoints(service: Service) -> FastAPI:
         docs_url=None,  # these pages load programs from elsewhere
         redoc_url=None,
         responses={"default": _ERROR},
+        telemetry=NO_TELEMETRY,
     )
     app.state.service = service
     settings = service.settings
@@ -106,14 +111,22 @@ def create_endpoints(service: Service) -> FastAPI:
     return app
 
 
-def guard(app: FastAPI, settings: ServerSettings, metrics: HttpMetrics, *, is_local: bool) -> None:
-    """Puts keys, limits and counters before an application.
+def guard(
+    app: FastAPI,
+    settings: ServerSettings,
+    metrics: HttpMetrics,
+    *,
+    is_local: bool,
+    tracer: RequestTracer | None = None,
+) -> None:
+    """Puts keys, limits, counters and traces before an application.
 
     Args:
       app: that requests come to.
       settings: with the keys and the limits.
       metrics: that count the requests.
       is_local: see `create_app`.
+      tracer: makes spans of the requests, or None.
     """
     # The last one that is added sees a request first.
     app.add_middleware(
@@ -134,6 +147,8 @@ def guard(app: FastAPI, settings: ServerSettings, metrics: HttpMetrics, *, is_lo
     if is_local:
         app.add_middleware(LocalHosts)
     app.add_middleware(_Counted, metrics=metrics, most=settings.max_open)
+    if tracer is not None:
+        app.add_middleware(Traced, tracer=tracer)
 
 
 class _Counted:

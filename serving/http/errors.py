@@ -196,9 +196,18 @@ async def _tell_http(_: Request, error: Exception) -> JSONResponse:
     return ApiError(error.status_code, message, headers=error.headers).response()
 
 
-async def _tell_invalid(_: Request, error: Exception) -> JSONResponse:
+async def _tell_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return invalid(error.errors()).response()
+    found = error.errors()
+    declared = request.headers.get("content-type", "")
+    # Undeclared JSON is a text, or a form, to FastAPI.
+    if any(tuple(one["loc"]) == ("body",) for one in found) and "json" not in declared.lower():
+        return bad_request(
+            "the body is not declared as JSON; send the header `Content-Type: application/json`",
+            None,
+            "invalid_value",
+        ).response()
+    return invalid(found).response()
 
 
 def invalid(found: Sequence[Any]) -> ApiError:

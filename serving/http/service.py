@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -37,6 +38,7 @@ class Service:
 
     Attributes:
       engine, settings: as given.
+      tracer: of the engine, for spans of requests over HTTP; None for none.
       files: of clients, and of batches; None where the server keeps none.
       metrics: of the server.
       token_texts: of the model.
@@ -50,6 +52,7 @@ class Service:
 
     def __init__(self, engine: Engine, settings: ServerSettings, files: "FileStore | None" = None):
         self.engine, self.settings, self.files = engine, settings, files
+        self.tracer = engine.tracer
         self.metrics, self.created = HttpMetrics(), int(time.time())
         self.token_texts = TokenTexts(engine.model.tokenizer, engine.model.config.vocab_size)
         self.is_warm = self.is_draining = False
@@ -154,8 +157,10 @@ class Service:
     async def _in(
         self, threads: concurrent.futures.Executor | None, work: Callable[[], Any], prompt: str
     ) -> Any:
+        # What is logged or traced in the thread is of this request.
+        here = contextvars.copy_context()
         with _errors_told(prompt):
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+            return await asyncio.get_running_loop().run_in_executor(threads, here.run, work)
 
     async def tokens_of(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Returns the tokens of prompts as `encode` does; in a thread where that takes long.

@@ -41,6 +41,7 @@ class ServerSettings:
       grace: seconds that running requests have after a SIGTERM.
       allowed_origins: of pages in browsers that may ask the server; none allows none.
       tool_format: the form of calls in answers; None for the one that the chat template tells.
+      otlp_endpoint: where traces of requests are sent to; None for none.
 
     Raises:
       ValueError: a value out of its range.
@@ -71,6 +72,7 @@ class ServerSettings:
     grace: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     tool_format: str | None = None
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         values: dict[str, Any] = {

@@ -23,7 +23,7 @@ def snapshot(kv: KVManager, model: LoadedModel) -> tuple[dict[str, np.ndarray], 
     The arrays are `tokens` int32[N] and, of each layer L, `keys.L` and `values.L` [K, N, D] with
     every kv head once: the tokens of all nodes, parents first. Where keys and values are
     approximated they are `keys.L.codes` and `keys.L.scales`. A node that is being written is saved
-    as far as it is cached.
+    as far as it is cached. What adapters have computed is left out.
     """
     # Below a node in host memory none is on the accelerator, so parents stay first.
     nodes = sorted(_cached_nodes(kv.tree.root), key=lambda node: node.extent is None)
@@ -57,7 +57,7 @@ def _cached_nodes(root: Node) -> list[Node]:
     nodes, stack = [], root.child_nodes()
     while stack:
         node = stack.pop()
-        if node.num_cached and not node.private:
+        if node.num_cached and not node.private and not node.adapter:
             nodes.append(node)
             stack += node.child_nodes()
     return nodes

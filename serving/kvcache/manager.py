@@ -35,6 +35,7 @@ class KVRequest(Protocol):
       tokens: its prompt and output so far.
       remaining: tokens that may still come.
       agent, priority, place: for the policy.
+      adapter_key: the digest of its adapter, whose keys and values it alone reads; empty for none.
       cuts: the numbers of its first tokens at which blocks end that other requests read too,
         ascending, where that is planned; None where the manager decides. Planned requests share
         nothing else, and have memory for all that may come from the start.
@@ -50,6 +51,8 @@ class KVRequest(Protocol):
     def priority(self) -> int: ...
     @property
     def place(self) -> SearchPlace | None: ...
+    @property
+    def adapter_key(self) -> bytes: ...
     @property
     def cuts(self) -> Sequence[int] | None: ...
 
@@ -134,9 +137,12 @@ class KVManager:
         tokens, tree, planned = request.tokens, self.tree, request.cuts is not None
         cuts = [cut for cut in request.cuts or () if cut <= len(tokens)]
         max_matched = max(cuts, default=0) if planned else len(tokens) - 1
-        match = tree.match(tokens, 0 if afresh else max_matched)
+        adapter = request.adapter_key
+        match = tree.match(tokens, 0 if afresh else max_matched, adapter)
         if match.tokens == len(tokens) and match.node.logits is None:
-            match = tree.match(tokens, len(tokens) - 1)  # the last one is fed for its logits
+            match = tree.match(
+                tokens, len(tokens) - 1, adapter
+            )  # the last one is fed for its logits
         if match.in_flight >= (1 if planned else MIN_SHARED_TOKENS):
             return Wait.IN_FLIGHT
         parent = self._branch_at(match, request)
@@ -159,7 +165,8 @@ class KVManager:
         )
         node = parent
         for run, extent in zip(runs, extents, strict=True):
-            node = tree.add(node, run, extent, private=planned and extent is extents[-1])
+            private = planned and extent is extents[-1]
+            node = tree.add(node, run, extent, private=private, adapter=adapter)
         tree.use(node, request.agent, request.priority)
         self.view_changed = True
         return node
@@ -171,12 +178,13 @@ class KVManager:
         """
         if request.cuts is not None:
             return 0
-        return self.tree.match(request.tokens, len(request.tokens)).tokens
+        tokens = request.tokens
+        return self.tree.match(tokens, len(tokens), request.adapter_key).tokens
 
     def prepare(self, request: KVRequest) -> None:
         """Evicts what the next request would evict, where that needs no copy."""
         tokens = request.tokens
-        match = self.tree.match(tokens, len(tokens) - 1)
+        match = self.tree.match(tokens, len(tokens) - 1, request.adapter_key)
         needed = len(tokens) - match.tokens + min(request.remaining, GROWTH)
         in_flight = match.in_flight >= MIN_SHARED_TOKENS
         if not self._host_tokens and not in_flight and self.pool.free < needed:
@@ -307,10 +315,10 @@ class KVManager:
                 self.tree.finish(each)
         self.view_changed = True
 
-    def forget(self) -> None:
-        """Forgets all cached tokens, also those in host memory; see `PrefixTree.forget`."""
+    def forget(self, adapter: bytes | None = None) -> None:
+        """Forgets cached tokens, also those in host memory; see `PrefixTree.forget`."""
         evicted = self.tree.evicted
-        self.tree.forget()
+        self.tree.forget(adapter)
         self._metrics.evicted(self.tree.evicted - evicted, 0)
         self.view_changed = True
 
@@ -335,7 +343,8 @@ class KVManager:
         extent = self._take(len(tokens))
         if extent is None:
             return None
-        node = self.tree.add(parent or self.tree.root, tokens, extent)
+        adapter = self._model.adapter.digest if self._model.adapter else b""
+        node = self.tree.add(parent or self.tree.root, tokens, extent, adapter=adapter)
         for each in node.path():
             each.ref_count += 1
         return node

@@ -9,115 +9,17 @@ nothing is copied then.
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from jax import Array
 
-from jaxshare.serving.kvcache.policy import Policy, Segment, common_prefix, prefix_hash
-from jaxshare.serving.kvcache.pool import Extent, HostCopy, Pool
+from jaxshare.serving.kvcache.policy import Policy, Segment, common_prefix
+from jaxshare.serving.kvcache.pool import Extent, Pool
+from jaxshare.serving.kvcache.prefix_node import Node as Node
+from jaxshare.serving.kvcache.prefix_node import path_hash
 
 MIN_SHARED_TOKENS = 16
 """The fewest common tokens that are worth waiting for, and a block of their own."""
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Node:
-    """A run of tokens after those of its parent.
-
-    Attributes:
-      tokens: int32; while the node is written, tokens that are not cached yet, too.
-      parent: None for the root, and for nodes that have left the tree.
-      children: by their first token; those without tokens under -1. Siblings with fewer common
-        tokens than are worth a node of their own stay as they are.
-      extent: its keys and values on the accelerator, or None.
-      copy: its keys and values in host memory, or None.
-      ref_count: running requests whose tokens go through it.
-      writing: whether a request still writes to it.
-      unmerged: whether it may hold tokens that a sibling holds, too, because it was created before
-        they were compared.
-      private: whether it is for the requests that use it alone, and dropped when those are over.
-      logits: float32[V] after its last token, kept where requests start to sample there.
-      segment: the node as policies see it.
-    """
-
-    tokens: np.ndarray
-    parent: "Node | None"
-    segment: Segment
-    children: "dict[int, list[Node]]" = dataclasses.field(default_factory=dict)
-    extent: Extent | None = None
-    copy: HostCopy | None = None
-    ref_count: int = 0
-    writing: bool = False
-    unmerged: bool = True
-    private: bool = False
-    logits: Array | None = None
-
-    @property
-    def first_token(self) -> int:
-        """Its first token; -1 where it has none."""
-        return int(self.tokens[0]) if len(self.tokens) else -1
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens whose keys and values are cached."""
-        return self.extent.length if self.extent else self.copy.tokens if self.copy else 0
-
-    @property
-    def evictable(self) -> bool:
-        """Returns whether it is on the accelerator, used by no request, and no child is there."""
-        return bool(
-            self.extent
-            and self.extent.length
-            and not self.ref_count
-            and not any(child.extent for child in self.child_nodes())
-        )
-
-    def path(self) -> "list[Node]":
-        """The nodes from the root's child to this one."""
-        path, node = [], self
-        while node.parent is not None:
-            path.append(node)
-            node = node.parent
-        return path[::-1]
-
-    def child_nodes(self) -> "list[Node]":
-        """Its children as a list."""
-        return [child for siblings in self.children.values() for child in siblings]
-
-    def attach(self, child: "Node") -> None:
-        """Adds a child."""
-        child.parent = self
-        self.children.setdefault(child.first_token, []).append(child)
-
-    def detach(self) -> None:
-        """Takes the node out of its parent's children."""
-        assert self.parent is not None
-        siblings = self.parent.children[self.first_token]
-        siblings.remove(self)
-        if not siblings:
-            del self.parent.children[self.first_token]
-        self.parent = None
-
-    def set_tokens(self, tokens: np.ndarray) -> None:
-        """Sets the tokens, with a new end but the same beginning, and the segment's sizes."""
-        parent, more = self.parent, len(tokens) - len(self.tokens)
-        assert parent is not None
-        same_key = bool(len(tokens)) == bool(len(self.tokens))
-        if not same_key:
-            self.detach()
-        self.tokens = tokens
-        self.segment.tokens += more
-        self.segment.depth += more
-        if not same_key:
-            parent.attach(self)
-
-    def subtree(self) -> "Iterator[Node]":
-        """This node and all nodes below it."""
-        stack = [self]
-        while stack:
-            yield (node := stack.pop())
-            stack += node.child_nodes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,12 +60,12 @@ class PrefixTree:
         self.now = 0
         self.host_used = self.evicted = self.swapped = self.dropped = 0
 
-    def match(self, tokens: np.ndarray, max_tokens: int) -> Match:
-        """Matches the first `max_tokens` of these tokens."""
+    def match(self, tokens: np.ndarray, max_tokens: int, adapter: bytes = b"") -> Match:
+        """Matches the first `max_tokens` of these tokens, as computed with an adapter."""
         node, node_tokens, matched = self.root, 0, 0
         while matched < max_tokens:
             best, cached, in_flight = None, 0, 0
-            for child in node.children.get(int(tokens[matched]), ()):
+            for child in node.children.get((adapter, int(tokens[matched])), ()):
                 if child.private:
                     continue
                 common = common_prefix(child.tokens, tokens[matched:max_tokens])
@@ -202,6 +104,7 @@ class PrefixTree:
         head = Node(
             node.tokens[:length], None, segment, ref_count=node.ref_count, unmerged=node.unmerged
         )
+        head.adapter = node.adapter
         if node.extent:
             head.extent = self.pool.split(node.extent, length)
         if node.copy:
@@ -211,16 +114,24 @@ class PrefixTree:
         parent.attach(head)
         head.attach(node)
         old.tokens -= length
-        segment.prefix_hash = _path_hash(head)
+        segment.prefix_hash = path_hash(head)
         self.policy.split(head.segment, old)
         return head
 
     def add(
-        self, parent: Node, tokens: np.ndarray, extent: Extent, *, private: bool = False
+        self,
+        parent: Node,
+        tokens: np.ndarray,
+        extent: Extent,
+        *,
+        private: bool = False,
+        adapter: bytes = b"",
     ) -> Node:
-        """Adds a node that is to be written, by a request that is to `use` it."""
+        """Adds a node that is to be written, by a request that is to `use` it. Below the root its
+        adapter is its parent's."""
         segment = Segment(len(tokens), b"", parent.segment.depth + len(tokens), {})
         node = Node(tokens, None, segment, extent=extent, writing=True, private=private)
+        node.adapter = parent.adapter or adapter
         parent.attach(node)
         return node
 
@@ -248,7 +159,7 @@ class PrefixTree:
     def complete(self, node: Node) -> None:
         """Ends the writing of a node that is full, by a request that goes on after it."""
         node.writing = False
-        node.segment.prefix_hash = _path_hash(node)
+        node.segment.prefix_hash = path_hash(node)
 
     def drop(self, node: Node) -> None:
         """Removes a node that no request uses and that has no children, with its tokens."""
@@ -273,14 +184,14 @@ class PrefixTree:
             self.policy.evicted(node.segment)
         for each in path:
             if each.unmerged and len(each.tokens):
-                each.segment.prefix_hash = _path_hash(each)
+                each.segment.prefix_hash = path_hash(each)
                 self._merge_duplicates(each)
 
     def _merge_duplicates(self, node: Node) -> None:
         """Merges the beginning of a node with siblings that hold the same tokens."""
         while True:
             assert node.parent is not None
-            siblings = node.parent.children[node.first_token]
+            siblings = node.parent.children[node.key]
             siblings = [twin for twin in siblings if twin is not node and not twin.private]
             common, index = max(
                 (
@@ -330,11 +241,14 @@ class PrefixTree:
             self.policy.touched(segment, self.now)
         self.now += 1
 
-    def forget(self) -> None:
-        """Forgets all cached tokens. Those that requests use are theirs alone until they end."""
+    def forget(self, adapter: bytes | None = None) -> None:
+        """Forgets all cached tokens, or those of an adapter. Those that requests use are theirs alone
+        until they end."""
         stack = [self.root]
         while stack:
             for child in stack.pop().child_nodes():
+                if adapter not in (None, child.adapter):
+                    continue
                 if child.ref_count:
                     child.private, child.logits = True, None
                     stack.append(child)
@@ -443,7 +357,3 @@ class PrefixTree:
             self._drop_copy(lost)
             self.policy.evicted(lost.segment)
         node.detach()
-
-
-def _path_hash(node: Node) -> bytes:
-    return prefix_hash(np.concatenate([each.tokens for each in node.path()]))

@@ -31,6 +31,7 @@ def rollout(
     length: int | None = None,
     multiple_of: int = 64,
     pad_token: int = 0,
+    adapter: str | None = None,
 ) -> RolloutBatch:
     """Samples n completions of each prompt, and packs them for training.
 
@@ -45,6 +46,7 @@ def rollout(
       sampler, max_new_tokens, stop, include_stop, seed: see `generate`. Give another seed at each step
         of training.
       length, multiple_of, pad_token: of the arrays; see `pack`.
+      adapter: of the engines, by name; see `Engine.add_adapter`.
 
     Raises:
       ValueError: no engines, or see `generate` and `pack`.
@@ -65,7 +67,8 @@ def rollout(
 
     def of_part(engine: Engine, part: Sequence[int]) -> list[Completion]:
         own = [read[i] for i in part]
-        return [*complete_on(engine, own, answers=answers, top_logprobs=0, logprobs=BOTH)]
+        how = {"top_logprobs": 0, "logprobs": BOTH, "adapter": adapter}
+        return [*complete_on(engine, own, answers=answers, **how)]
 
     parts = np.array_split(np.arange(len(read)), len(engines))
     with concurrent.futures.ThreadPoolExecutor(len(engines), "jaxshare-rollout") as threads:

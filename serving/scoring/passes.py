@@ -188,11 +188,11 @@ class TreePasses:
         view = self._views[shape].build(seen)
         results, self._pool.cache = score_positions(
             self._model.module,
-            self._model.params,
+            self._model.variables,
             tokens,
             counts,
             view.over(self._pool.cache),
-            view.layout,
+            self._model.adapted(view.layout),
             at,
             asked,
             np.int32(len(places) and places[-1][0] + 1),

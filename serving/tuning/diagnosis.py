@@ -37,7 +37,9 @@ EXTRAS = {
     "openai": "agents on models behind OpenAI's interface",
     "mcp": "agents with the tools of MCP servers",
     "ray": "replicas on several machines",
+    "otel": "traces of the server's requests",
     "lm-eval": "the tasks of lm_eval",
+    "tunix": "samples for the learners of Tunix",
     "train": "training the small models of scripts/train",
 }
 """The extras of a user, and the purpose of each."""

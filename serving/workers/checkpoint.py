@@ -137,10 +137,12 @@ class SessionMetadata:
 
 def check_can_save(session: SessionState, cache: bool) -> None:
     """Raises ValueError if a save must have keys and values but `cache` is False."""
-    if not cache and session.recorder is None:
+    if not cache and (session.recorder is None or session.loaded.adapter):
+        why, do = "keeps no trace", "create it with record=True"
+        if session.loaded.adapter:
+            why, do = "has an adapter, with which a trace is not computed again", "save them"
         raise ValueError(
-            "the session keeps no trace, so keys and values cannot be left out of a save; create "
-            "it with record=True"
+            f"the session {why}, so keys and values cannot be left out of a save; {do}"
         )
 
 
@@ -370,7 +372,8 @@ def restore(session: SessionState, saved: SavedSession) -> None:
         metadata = saved.metadata
         session.roster = metadata.roster
         session.state, trace = saved.state(session.state, session.loaded, resized)
-        session.rows = session.state.layout
+        session.rows = session.model.adapted(session.state.layout)
+        session.state = dataclasses.replace(session.state, layout=session.rows)
         session.recorder = Recorder.of(trace, trace.capacities.tolist()) if trace else None
         session.passes, session.host_syncs = metadata.passes, metadata.host_syncs
         session.finish_reason, session.seconds = metadata.finish_reason, metadata.seconds
@@ -392,6 +395,7 @@ def _small(state: DecodeState) -> Any:
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, keys=(), values=()),
+        layout=dataclasses.replace(state.layout, adapters=None),  # whose places may be others
         steps=dataclasses.replace(state.steps, **dict.fromkeys(_REMADE)),
         **dict.fromkeys(_NOT_SAVED),
     )

@@ -62,7 +62,7 @@ def _decode(session: SessionState, state: DecodeState, passes: int, *, halts: bo
 
     The first time a dispatch of no passes compiles the loop, whose wall time counts as compilation.
     """
-    module, params = session.module, session.model.params
+    module, params = session.module, session.model.variables
     settings: dict[str, Any] = dict(width=FEED_WIDTH, stop_on_finish=halts)
     if not session.compiled:
         state = jax.block_until_ready(decode(module, params, state, passes=0, **settings))

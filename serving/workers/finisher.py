@@ -121,6 +121,8 @@ def _guess(
     # On an engine any number of rows can run. Alone, the session's program is for as many as these.
     rows = 1 if session.shares_passes else own.layout.num_rows
     listed = [blocks, *[()] * (rows - 1)]
+    sizes = {"width": own.layout.blocks.shape[1], "groups": own.layout.groups}
+    layout = session.model.adapted(Layout.from_blocks(listed, **sizes))
     capacity, num_openings, longest = own.tokens.shape[1], *own.steps.openings.shape[1::2]
     steps = Steps.create(
         no_step,
@@ -133,7 +135,7 @@ def _guess(
     )
     state = DecodeState.create(
         dataclasses.replace(own.cache, lengths=lengths + 0),
-        Layout.from_blocks(listed, width=own.layout.blocks.shape[1], groups=own.layout.groups),
+        layout,
         [fed, *[()] * (rows - 1)],
         vocab_size=session.model.config.vocab_size,
         max_new_tokens=max_tokens,

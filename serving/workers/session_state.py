@@ -108,11 +108,11 @@ class SessionState:
             self.texts.codec.decode, self.model.generation.stop_tokens, self.opening
         )
 
-    def use_params(self, params: dict[str, Any]) -> None:
-        """Goes on with other weights of the same model; see `SessionHost.follow_weights`."""
-        if self.loaded.params is not params:
-            self.loaded = dataclasses.replace(self.loaded, params=params)
-            self.model = dataclasses.replace(self.model, params=params)
+    def use_weights(self, model: LoadedModel) -> None:
+        """Goes on with the weights and adapters of a model; see `SessionHost.follow_weights`."""
+        now: dict[str, Any] = {"params": model.params, "adapters": model.adapters}
+        self.loaded = dataclasses.replace(self.loaded, **now)
+        self.model = dataclasses.replace(self.model, **now)
 
     @property
     def reencodes(self) -> bool:
@@ -231,7 +231,7 @@ class SessionState:
     def update_layout(self) -> None:
         """Brings the device's layout in line with the roster."""
         steps = self.state.steps
-        self.rows = self.roster.device_layout
+        self.rows = self.model.adapted(self.roster.device_layout)
         steps = dataclasses.replace(steps, targets=jnp.asarray(self.roster.targets, jnp.int32))
         self.state = dataclasses.replace(self.state, layout=self.rows, steps=steps)
 

@@ -12,6 +12,7 @@ from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.argument_checks import as_integer
 from jaxshare.compile_time import Stopwatch
 from jaxshare.decoding.automaton import TokenAutomaton
+from jaxshare.decoding.row_transfer import on_host
 from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.steps import Steps
 from jaxshare.models import LoadedModel
@@ -140,7 +141,7 @@ def create_session(
     recorder = Recorder(len(capacities), capacities) if settings["record"] else None
     lease = engine.lease(capacities, plan.digest(settings)) if engine else None
     cache, growth, broken, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
-    rows = plan.roster.device_layout
+    rows = model.adapted(plan.roster.device_layout)
     session = SessionState(
         settings=settings,
         loaded=loaded,
@@ -202,6 +203,8 @@ def _checked(
     _check_settings(settings)
     if engine and model.params is not engine.model.params:
         raise ValueError("the engine is of another model; give the session engine.model")
+    if engine and (model.adapters is None) != (engine.model.adapters is None):
+        raise ValueError("the engine's model has adapters; give the session engine.model")
     if engine and _max_workers(settings) > engine.rows:
         raise ValueError(
             f"the session has room for {_max_workers(settings)} workers, but the engine runs "
@@ -395,7 +398,7 @@ def _decode_state(
         ask_every=settings["ask_every"] if settings["format"].question else 0,
         seed=settings["seed"],
     )
-    return DecodeState.create(
+    state = DecodeState.create(
         cache,
         rows,
         openings,
@@ -412,6 +415,8 @@ def _decode_state(
         texts=_texts_seen(plan, rows, openings),
         record=settings["passes_at_once"] if settings["record"] else 0,
     )
+    # The dispatches of an engine move a session's rows on the host.
+    return on_host(state) if engine else state
 
 
 def _texts_seen(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshare import KVCache, Layout, Rope, block_attention, cache_io, make_plan
 from jaxshare.attention.block_share import block_attention_share
 from jaxshare.sharding import make_mesh, on_each
-from tests.helpers import TINY, mostly_slow, rotated, softmax_attention
+from tests.helpers import PLAIN, TINY, mostly_slow, rotated, softmax_attention
 
 ROPE = Rope.yarn(8, 10_000.0, 8.0, 512)
 KV_HEADS, HEADS, DIM = 2, 4, 12  # partial rotary: 8 of 12
@@ -90,13 +90,15 @@ def filled(format, dtype) -> KVCache:
     return passed(cache, rows, LENGTHS, max(LENGTHS), dtype=dtype, seed=5)[1]
 
 
-def attention_in_numpy(cache, rows, count, q) -> np.ndarray:
+def attention_in_numpy(cache, rows, count, q, scoring=PLAIN) -> np.ndarray:
     """Attention of tokens that are in the cache already, over what its codes stand for."""
     keys, values = (numbers(arenas[0]).swapaxes(0, 1) for arenas in (cache.keys, cache.values))
     values = values if values.shape[2] else keys[..., 8:]
     offsets, lengths, phases = (np.asarray(a) for a in (cache.offsets, cache.lengths, cache.phases))
     out = np.full((*q.shape[:3], values.shape[2]), np.nan)
     for r, row in enumerate(rows):
+        if not count[r]:
+            continue
         start, seen_keys, seen_values = 0, [], []
         for block in row:
             at = slice(offsets[block], offsets[block] + lengths[block])
@@ -109,8 +111,9 @@ def attention_in_numpy(cache, rows, count, q) -> np.ndarray:
             position = start - count[r] + t
             query = np.asarray(q[r, t]).astype(np.float64)
             query = rotated(query, np.asarray(position), cache.rope, cache.rope.attention_factor)
-            seen = slice(position + 1)
-            out[r, t] = softmax_attention(query, k[seen], v[seen], q.shape[3] ** -0.5)
+            first = max(position + 1 - scoring.window, 0) if scoring.window else 0
+            seen = slice(first, position + 1)
+            out[r, t] = softmax_attention(query, k[seen], v[seen], q.shape[3] ** -0.5, scoring)
     return out
 
 

@@ -12,8 +12,8 @@ from unittest import mock
 from jaxshare.paths import write_json
 from jaxshare.serving import jsonl
 from jaxshare.serving.agents.journal import Journal
-from jaxshare.serving.cli.evaluation import evaluate, plan
 from jaxshare.serving.cli.evaluation import judge as judge_command
+from jaxshare.serving.cli.evaluation import plan, report
 from jaxshare.serving.evaluation import plot
 from jaxshare.serving.evaluation.folder import RUNS, SCORES, TABLE
 from jaxshare.serving.evaluation.judge import Grading
@@ -121,7 +121,7 @@ def evaluation(folder: Path, rng: random.Random) -> Writer:
     def act(**options: Any) -> None:
         with contextlib.ExitStack() as patches:
             patches.enter_context(quietly())
-            for module in (evaluate, plan):
+            for module in (report, plan):
                 patches.enter_context(mock.patch.object(module, "Mathematician", Letters))
             patches.enter_context(mock.patch.object(plot, "available", lambda: False))
             run("--resume", *seed, **options)

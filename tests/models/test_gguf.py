@@ -59,7 +59,10 @@ def test_logits_of_each_architecture_are_those_of_transformers(case, tmp_path):
         found = causal(model.for_context(context), expected["tokens"])
         np.testing.assert_allclose(found, expected["logits"], rtol=0, atol=1e-4)
     assert model.generation.stop_tokens == (1,)
-    assert model.config.architecture == models.ModelConfig.from_json(PARITY / case).architecture
+    named = models.ModelConfig.from_json(PARITY / case).architecture
+    # llama.cpp has one name for both, and their settings say how they differ.
+    mine = "LlamaForCausalLM" if named == "MistralForCausalLM" else named
+    assert model.config.architecture == mine
 
 
 def test_gemma_2_is_that_of_its_own_files(tmp_path):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -795,3 +796,16 @@ def test_largest_is_the_largest_magnitude(dtype):
     assert largest(np.zeros((0, 2), dtype)) == 0
     values[1, 5] = -np.nan
     assert np.isnan(largest(values))
+
+
+def test_a_model_is_shown_in_a_line_without_its_weights():
+    """As a notebook shows it."""
+    model = models.load("embedded")
+    leaves = jax.tree.leaves(model.params)
+    count = f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters"
+    assert repr(model) == f"<LoadedModel 'embedded': Qwen3ForCausalLM, {count}>"
+
+
+def test_a_name_that_is_no_model_is_told_of_the_one_that_comes_with_the_package():
+    with pytest.raises(FileNotFoundError, match=r"no model folder embeded: .* or `embedded` for"):
+        models.load("embeded")

@@ -16,7 +16,13 @@ DOCUMENTS = sorted(
 PAGES = [page for page in DOCUMENTS if page.parent.name == "docs" or page.name == "README.md"]
 """Where all programs are run."""
 
-NOT_RUN = {"needs a GPU", "needs the network", "needs a server", "needs a folder of weights"}
+NOT_RUN = {
+    "needs a GPU",
+    "needs the network",
+    "needs a server",
+    "needs a folder of weights",
+    "needs Tunix",
+}
 """Reasons, in a comment `<!-- not run: REASON -->` above a block, for which it is not run."""
 
 _FENCE = re.compile(r"(?:<!-- not run: ([^>]*?) -->\n+)?^```(\w+)\n(.*?)^```$", re.M | re.S)

@@ -1,22 +1,30 @@
 """The images and manifests of deploy/: what they name exists, and what they say agrees."""
 
 import argparse
+import importlib.util
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from jaxshare.serving.cli import serve
+from jaxshare.serving.cli.main import command_parser
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.http.auth import OPEN_PATHS
 from jaxshare.serving.http.metrics import HttpMetrics
 from tests.paths import ROOT
-from tests.serving.http.served import ScriptedEngine, served
+from tests.serving.http.served import ScriptedEngine, served, until
 
 DEPLOY = ROOT / "deploy"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -219,6 +227,8 @@ def test_the_pod_has_no_rights_and_all_the_folders_that_it_writes_to():
 
 def test_all_files_are_looked_at():
     named = {"Dockerfile", "compose.yaml", "grafana.json", "kubernetes.yaml"}
+    named |= {"kubernetes-batch.yaml", "ray.yaml", *(script.name for script in SCRIPTS)}
+    assert len(SCRIPTS) == 3
     assert {path.name for path in Path(DEPLOY).iterdir()} == named
 
 
@@ -281,3 +291,158 @@ def test_every_metric_that_is_worth_a_look_is_on_the_dashboard():
     names = {name for name in metric_labels() if name.endswith(("_total", "_bucket"))}
     left_out = {"jaxshare_guessed_tokens_total", "jaxshare_http_seconds_bucket"}
     assert names - shown == left_out
+
+
+SCRIPTS = sorted(DEPLOY.glob("*.sh"))
+SBATCH = {
+    *("job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node"),
+    *("time", "requeue", "open-mode", "signal", "exclusive"),
+}
+"""Options of sbatch that the scripts use, all of its manual."""
+BATCH = ["embedded", "prompts.jsonl", "out.jsonl", "--n", "16"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_has_no_faults_that_shellcheck_finds(script):
+    program = Path(sys.executable).with_name("shellcheck")
+    found = subprocess.run([program, script], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_options_of_a_job_come_before_its_first_command(script):
+    """Where sbatch stops to read them, and are none that it does not know."""
+    head, *rest = re.split(r"^(?!#|$).*$", script.read_text(), flags=re.MULTILINE)
+    assert not any("#SBATCH" in part for part in rest)
+    options = re.findall(r"^#SBATCH --([a-z-]+)(?:=\S+)?$", head, re.MULTILINE)
+    assert {*options} <= SBATCH and len(options) == head.count("\n#SBATCH") and "time" in options
+    example = re.search(rf"^#     sbatch deploy/{script.name} (.*)$", head, re.MULTILINE)
+    assert example, "the script shows how it is submitted"
+
+
+def run_job(
+    script: str, arguments: list[str], folder: Path, *, is_late: bool = False
+) -> tuple[int, list[list[str]]]:
+    """Runs a job of SLURM with programs in the places of its commands.
+
+    Args:
+      script, arguments: of the job.
+      folder: for the programs.
+      is_late: jaxshare goes on until the signal comes that SLURM sends before the end of the time.
+
+    Returns:
+      its exit code, and the commands that were run on nodes, each after the name of its node.
+    """
+    log = folder / "log"
+    stubs = {
+        "srun": """
+            node=
+            while [[ "$1" == --* ]]; do
+              if [[ "$1" == --nodelist=* ]]; then node=${1#*=}; fi
+              shift
+            done
+            if [[ "$1" == hostname ]]; then echo "10.0.0.1 10.0.0.2"; exit; fi
+            printf '%s\\n' "$node $*" >> "$LOG"
+            if [[ "$1" == jaxshare && -n "$LATE" ]]; then sleep 60; fi
+        """,
+        "scontrol": """
+            if [[ "$1" == requeue ]]; then printf '%s\\n' "- scontrol $*" >> "$LOG"; fi
+            if [[ "$1" == show ]]; then printf '%s\\n' n1 n2 n3; fi
+        """,
+    }
+    for name, text in stubs.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{textwrap.dedent(text)}")
+        (folder / name).chmod(0o755)
+    given = {
+        "LOG": str(log),
+        "LATE": "1" * is_late,
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+    }
+    environment = {**os.environ, **given, "PATH": f"{folder}:{os.environ['PATH']}"}
+    with subprocess.Popen(["bash", DEPLOY / script, *arguments], env=environment) as process:
+        if is_late:
+            until(log.exists)
+            process.send_signal(signal.SIGUSR1)
+        code = process.wait(30)
+    lines = log.read_text().splitlines() if log.exists() else []
+    return code, [line.split(" ") for line in lines]
+
+
+def test_a_batch_job_resumes_what_is_there(tmp_path):
+    code, [[_, program, *arguments]] = run_job("slurm-batch.sh", BATCH, tmp_path)
+    options = command_parser().parse_args(arguments)
+    assert code == 0 and program == "jaxshare" and arguments[0] == "batch"
+    assert (options.model, options.input, options.output) == (*BATCH[:3],)
+    assert options.resume and options.n == 16
+
+
+def test_a_batch_job_is_queued_again_before_its_time_ends(tmp_path):
+    code, commands = run_job("slurm-batch.sh", BATCH, tmp_path, is_late=True)
+    assert code == 0 and commands[1:] == [["-", "scontrol", "requeue", "7"]]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_job_without_arguments_says_what_it_takes(script, tmp_path):
+    assert run_job(script.name, [], tmp_path) == (1, [])
+
+
+def test_a_model_on_several_nodes_is_one_command_of_all_processes(tmp_path):
+    example = ["generate", "embedded", "--prompt", "a", "--expert", "16"]
+    code, [[_, program, *arguments]] = run_job("slurm-mesh.sh", example, tmp_path)
+    assert (
+        code == 0 and program == "jaxshare" and command_parser().parse_args(arguments).distributed
+    )
+
+
+def test_a_cluster_of_a_job_has_all_its_nodes_and_one_head(tmp_path):
+    given = ["batch", "embedded", "--input", "p", "--output", "o"]
+    code, commands = run_job("slurm-ray.sh", given, tmp_path)
+    assert code == 0
+    heads = [each for each in commands if "--head" in each]
+    assert [each[0] for each in heads] == ["n1"]
+    assert {"--node-ip-address=10.0.0.1", "--port=6379", "--block"} <= {*heads[0]}
+    joined = [
+        each[0] for each in commands if "--address=10.0.0.1:6379" in each and "--block" in each
+    ]
+    assert sorted(joined) == ["n2", "n3"]
+    (node, program, *arguments), *_ = [each for each in commands if each[1] == "jaxshare"]
+    assert (node, program) == ("n1", "jaxshare")
+    assert command_parser().parse_args(arguments).ray == "10.0.0.1:6379"
+
+
+def test_the_cluster_of_ray_is_one_that_ray_takes():
+    cluster = yaml.safe_load((DEPLOY / "ray.yaml").read_text())
+    root = Path(importlib.util.find_spec("ray").origin).parent
+    schema = json.loads((root / "autoscaler" / "ray-schema.json").read_text())
+    jsonschema.validate(cluster, schema)
+    assert cluster["max_workers"] == len(cluster["provider"]["worker_ips"])
+    installed = re.search(r"jaxshare\[(.*)\]", " ".join(cluster["setup_commands"]))[1]
+    assert {*installed.split(",")} <= {*PROJECT["optional-dependencies"]}
+    shown = re.search(r"ray exec deploy/ray.yaml '(.*)'", (DEPLOY / "ray.yaml").read_text())[1]
+    options = command_parser().parse_args(shlex.split(shown)[1:])
+    assert options.ray == "auto" and options.replicas == 16
+
+
+def test_a_batch_in_a_cluster_goes_on_in_another_pod():
+    job = yaml.safe_load((DEPLOY / "kubernetes-batch.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    spec = job["spec"]["template"]["spec"]
+    (made,) = spec["containers"]
+    assert made["command"] == ["jaxshare", "batch"], "the image's own entry point is a server"
+    options = command_parser().parse_args([*made["command"][1:], *made["args"]])
+    assert options.resume and job["spec"]["backoffLimit"] > 0
+    # A policy of failures takes no other one.
+    assert spec["restartPolicy"] == "Never" and job["spec"]["podFailurePolicy"]["rules"]
+    assert job["spec"]["template"]["metadata"]["labels"] == job["metadata"]["labels"]
+    mounted = {each["name"]: each["mountPath"] for each in made["volumeMounts"]}
+    assert {*mounted} == {each["name"] for each in spec["volumes"]}
+    (data,) = [each for each in spec["volumes"] if each["name"] == "data"]
+    assert {*data} == {"name", "persistentVolumeClaim"}
+    assert {Path(options.input).parent, Path(options.output).parent} == {Path(mounted["data"])}
+    server, others = pod(), container()
+    assert spec["securityContext"] == server["securityContext"]
+    assert made["securityContext"] == others["securityContext"] and made["image"] == others["image"]
+    del mounted["data"]
+    shared = {each["name"]: each["mountPath"] for each in others["volumeMounts"]}
+    assert mounted == shared

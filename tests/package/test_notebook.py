@@ -1,10 +1,10 @@
-"""The notebook runs from top to bottom, and stands in the repository with its pictures.
+"""Notebooks run from top to bottom, and stand in the repository with what they print and draw.
 
-After a change, `.venv/bin/jupyter execute --inplace notebooks/cache_layouts.ipynb` draws them
-again.
+After a change, `.venv/bin/jupyter execute --inplace notebooks/NAME.ipynb` draws them again.
 """
 
 import base64
+import re
 
 import nbformat
 import pytest
@@ -14,14 +14,30 @@ from nbclient import NotebookClient
 
 from tests.paths import ROOT
 
-NOTEBOOK = ROOT / "notebooks" / "cache_layouts.ipynb"
-PICTURES = 12
+PICTURES = {
+    "cache_layouts": 12,
+    "workers_from_first_principles": 1,
+    "hydragen": 1,
+    "agent_search": 2,
+}
+"""The pictures of each notebook."""
+MOST_BYTES = 2**20
+
+
+def read(name: str):
+    return nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
 
 
 def outputs(notebook) -> list:
     return [
         output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
     ]
+
+
+def printed(notebook) -> str:
+    streams = [output for output in outputs(notebook) if output.output_type == "stream"]
+    assert {output.name for output in streams} == {"stdout"}
+    return "".join(output.text for output in streams)
 
 
 def pictures(notebook) -> list[bytes]:
@@ -32,24 +48,58 @@ def pictures(notebook) -> list[bytes]:
     ]
 
 
-@pytest.mark.slow
-def test_the_notebook_runs_and_draws_its_pictures():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    committed = pictures(notebook)
+def run(name: str):
+    """A notebook with the outputs of a run; raises where a cell does."""
+    notebook = read(name)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
     # No folders of kernels: what is left is the interpreter that runs the tests.
     manager = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
-    # raises where a cell does
     NotebookClient(notebook, km=manager, timeout=300).execute(cleanup_kc=True)
-    assert {output.name for output in outputs(notebook) if output.output_type == "stream"} == {
-        "stdout"
-    }
     drawn = pictures(notebook)
-    assert len(drawn) == len(committed) == PICTURES
-    assert len(set(drawn)) == PICTURES and all(picture.startswith(b"\x89PNG") for picture in drawn)
+    assert len(drawn) == len({*drawn}) == PICTURES[name]
+    assert all(picture.startswith(b"\x89PNG") for picture in drawn)
+    return notebook
 
 
-def test_the_notebook_is_small_enough_to_look_at():
-    assert NOTEBOOK.stat().st_size < 2**20
+@pytest.mark.slow
+def test_layouts_are_drawn():
+    printed(run("cache_layouts"))
+
+
+@pytest.mark.slow
+def test_workers_by_hand_write_what_the_library_writes():
+    """The notebook asserts it; the texts are those that are committed."""
+    name = "workers_from_first_principles"
+    found = printed(run(name))
+    assert found == printed(read(name))
+    assert found.count("the same by hand and by the library") == 3
+
+
+@pytest.mark.slow
+def test_hydragen_s_decomposition_is_exact():
+    differences = re.findall(r"largest difference: (\S+)", printed(run("hydragen")))
+    by_hand, library = map(float, differences)
+    assert by_hand < 1e-14 and library < 1e-5
+
+
+@pytest.mark.slow
+def test_a_search_finds_what_a_single_path_does_not_always_find():
+    results = re.findall(r"^[0-5] (.*)$", printed(run("agent_search")), re.MULTILINE)
+    alone, searched = results[:6], results[6:]
+    right = "47 + 38 = 85, 85 - 16 = 69, 69 * 7 = 483"
+    assert 0 < alone.count(right) < 6 and searched == [right] * 6
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_notebook_is_committed_with_its_outputs_and_small(name):
+    notebook, path = read(name), ROOT / "notebooks" / f"{name}.ipynb"
+    assert path.stat().st_size < MOST_BYTES and len(pictures(notebook)) == PICTURES[name]
+    assert printed(notebook)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == [*range(1, len(counts) + 1)]
+
+
+def test_all_notebooks_are_run():
+    assert {path.stem for path in (ROOT / "notebooks").iterdir()} == {*PICTURES}

@@ -469,6 +469,21 @@ def test_goals_of_one_graph():
     ]
 
 
+def test_goals_of_sampling():
+    host = {"graphs": 1, "waits": 0, "alone": 0, "in_graphs": 6}
+    draw = {"name": "top-k", "error": None, "host": host, "kernels": KERNELS["kernels"]}
+    assert missed({"sampling": [draw]}) == []
+    spilling = [{**KERNELS["kernels"][0], "spill_bytes": 4}]
+    assert missed({"sampling": [{**draw, "host": {**host, "in_graphs": 7}}]}) == [
+        "sampling, top-k: launches"
+    ]
+    assert missed({"sampling": [{**draw, "kernels": spilling}]}) == [
+        "sampling, top-k: bytes that a kernel spills"
+    ]
+    failed = {"name": "top-k", "error": "ValueError: no"}
+    assert missed({"sampling": [failed]}) == ["sampling: programs that do not compile"]
+
+
 # Results that stay.
 
 

@@ -19,7 +19,7 @@ from jaxshare.cpu.experts.many_rows import write_many_rows
 from jaxshare.cpu.experts.work import Way
 from jaxshare.cpu.matrices.many_rows import SIDE
 from jaxshare.cpu.quantised.codes import Codes
-from jaxshare.cpu.quantised.many_rows import serves
+from jaxshare.cpu.quantised.lines import serves
 from jaxshare.cpu.runtime import register, served_dtypes
 from jaxshare.quantised import QuantisedTensor
 

@@ -1,5 +1,6 @@
 """Products of a few rows, each of which goes over a matrix with the vector unit."""
 
+import functools
 from collections.abc import Callable
 
 from llvmlite import ir
@@ -43,19 +44,22 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
     x, rows, width, kernel, count, y, stride = code.args
 
     def for_all_rows(output: Val, outputs: int) -> None:
-        def block(row: Val, taken: int) -> None:
-            sums = dots(
-                code,
-                kind,
-                [kernel + (output + o) * width * BYTES[kind] for o in range(outputs)],
-                [x + (row + r) * width * BYTES[kind] for r in range(taken)],
-                width,
-            )
+        lines = [kernel + (output + o) * width * BYTES[kind] for o in range(outputs)]
+
+        def block(row: Val, taken: int, fetch: bool = False) -> None:
+            given = [x + (row + r) * width * BYTES[kind] for r in range(taken)]
+            sums = dots(code, kind, lines, given, width, fetch=fetch)
             for r, per_output in enumerate(sums):
                 place = y + ((row + r) * stride + output) * BYTES[result]
                 code.store(code.narrowed(quarter_sums(per_output), result), place)
 
-        for_row_blocks(code, rows, block)
+        # Lines that come next are asked for once, with the first rows.
+        first = block_size(code)
+        with code.where(rows >= first):
+            block(code.constant(0), first, fetch=True)
+            for_row_blocks(code, rows, block, first)
+        with code.where(rows < first):
+            for_row_blocks(code, rows, functools.partial(block, fetch=True))
 
     for_outputs(code, count, for_all_rows)
     code.give()
@@ -71,11 +75,19 @@ def for_outputs(code: Code, count: Val, body: Callable[[Val, int], None]) -> Non
         body(output, 1)
 
 
-def for_row_blocks(code: Code, rows: Val, block: Callable[[Val, int], None]) -> None:
-    """Writes block(row, taken) for all rows, as many at once as registers hold sums for."""
-    most = 4 if code.machine.registers >= 32 else 2
+def block_size(code: Code) -> int:
+    """The rows at once for which registers hold sums."""
+    return 4 if code.machine.registers >= 32 else 2
+
+
+def for_row_blocks(
+    code: Code, rows: Val, block: Callable[[Val, int], None], first: int = 0
+) -> None:
+    """Writes block(row, taken) for all rows from the first on, as many at once as registers hold sums
+    for."""
+    most = block_size(code)
     many = rows // most * most
-    with code.loop(0, many, most) as row:
+    with code.loop(first, many, most) as row:
         block(row, most)
     left = most // 2
     done = many
@@ -87,9 +99,18 @@ def for_row_blocks(code: Code, rows: Val, block: Callable[[Val, int], None]) -> 
 
 
 def dots(
-    code: Code, kind: ir.Type, kernels: list[Val], rows: list[Val], width: Val
+    code: Code,
+    kind: ir.Type,
+    kernels: list[Val],
+    rows: list[Val],
+    width: Val,
+    *,
+    fetch: bool = True,
 ) -> list[list[Val]]:
-    """The products of each row with each line of a matrix: vectors that are still to be summed."""
+    """The products of each row with each line of a matrix: vectors that are still to be summed.
+
+    With `fetch` the lines that come next are brought to the caches.
+    """
     machine = code.machine
     pairs = kind == BF16 and machine.dots_bf16
     lanes = machine.lanes * (2 if pairs else 1)
@@ -101,7 +122,7 @@ def dots(
             found = [code.load(each + at * BYTES[kind], kind, lanes, count) for each in pointers]
             return found if pairs else [code.widened(each, kind) for each in found]
 
-        for line in kernels:
+        for line in kernels if fetch else ():
             code.prefetch(line + (at + ahead) * BYTES[kind])
         lines = loaded(kernels)
         for row, totals in zip(loaded(rows), sums, strict=True):

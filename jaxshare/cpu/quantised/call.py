@@ -14,9 +14,14 @@ from jaxshare.cpu.matrices.call import few_rows
 from jaxshare.cpu.matrices.many_rows import SIDE
 from jaxshare.cpu.quantised.codes import Codes
 from jaxshare.cpu.quantised.few_rows import write_few_rows
-from jaxshare.cpu.quantised.many_rows import serves, write_many_rows
+from jaxshare.cpu.quantised.lines import serves
+from jaxshare.cpu.quantised.many_rows import write_many_rows
+from jaxshare.cpu.quantised.some_rows import write_some_rows
 from jaxshare.cpu.runtime import register, served_dtypes
 from jaxshare.quantised import QuantisedTensor
+
+FEW = 5
+"""Rows up to which dequantising takes longer than it spares, where pairs of bfloat16 are multiplied."""
 
 
 def cpu_quantised_products(
@@ -44,7 +49,11 @@ def _products(x: Array, kernels: Sequence[QuantisedTensor], dtype: DTypeLike) ->
     given, result = served_dtypes(x.dtype, dtype)
     ways = tuple(Codes.of(kernel) for kernel in kernels)
     if rows <= few_rows(given, this_machine()):
-        write, kind = write_few_rows, "few"
+        pairs = given == "bfloat16" and rows > FEW and this_machine().dots_bf16
+        if pairs and all(map(serves, ways)):
+            write, kind = write_some_rows, "some"
+        else:
+            write, kind = write_few_rows, "few"
     elif given == "bfloat16" and this_machine().features >= AMX:
         if any(kernel.shape[0] < SIDE for kernel in kernels):
             raise NotImplementedError(f"a matrix has less than {SIDE} rows")

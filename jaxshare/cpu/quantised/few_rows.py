@@ -14,8 +14,8 @@ from jaxshare.cpu.ir import BF16, BYTES, F32, FORMATS, I8, I64, PTR, VOID, Code,
 from jaxshare.cpu.mathematics import folded, quarter_sums
 from jaxshare.cpu.matrices.few_rows import OUTPUTS, PIECE_BYTES, for_outputs, for_row_blocks
 from jaxshare.cpu.quantised.codes import Codes
-from jaxshare.cpu.quantised.work import MATRIX, WORK, write_work
-from jaxshare.cpu.runtime import Call, begin_task
+from jaxshare.cpu.quantised.work import MATRIX, WORK, write_outputs_of, write_work
+from jaxshare.cpu.runtime import Call
 
 _LINE = 64
 """Bytes that come from memory together."""
@@ -27,24 +27,12 @@ def write_few_rows(matrices: Sequence[Codes], dtype: str, result: str, call: Cal
     most = max(each.bits for each in matrices)
     lines = code.constant(PIECE_BYTES * 8 // most // OUTPUTS) // call.size(0, 1)
     work, pieces, sums = write_work(call, matrices, code.max(lines, 1) * OUTPUTS, kind)
-    call.parallel(_write_piece(call, matrices, kind, FORMATS[result]), work, pieces)
+    functions = {
+        each: _write_outputs(call, each, kind, FORMATS[result]) for each in dict.fromkeys(matrices)
+    }
+    call.parallel(write_outputs_of(call, matrices, functions), work, pieces)
     for each in sums:
         code.external("free", VOID, each)
-
-
-def _write_piece(call: Call, matrices: Sequence[Codes], kind: ir.Type, result: ir.Type) -> Code:
-    """piece(work, i): some outputs of one of the matrices."""
-    functions = {each: _write_outputs(call, each, kind, result) for each in dict.fromkeys(matrices)}
-    code = begin_task(call, "piece")
-    work, index = code.args
-    piece = WORK.read(code, work, "piece")
-    for i, each in enumerate(matrices):
-        place = work + (WORK.bytes + i * MATRIX.bytes)
-        start, end = (MATRIX.read(code, place, name) for name in ("start", "end"))
-        with code.where((index >= start) & (index < end)):
-            code.call(functions[each], work, place, (index - start) * piece)
-    code.give()
-    return code
 
 
 def _write_outputs(call: Call, codes: Codes, kind: ir.Type, result: ir.Type) -> Code:

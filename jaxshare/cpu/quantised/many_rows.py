@@ -5,12 +5,11 @@ rounded to bfloat16 as XLA's product with a dequantised matrix has them. The res
 `jaxshare.cpu.matrices.many_rows`.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxshare.cpu.amx import MatrixUnit
-from jaxshare.cpu.ir import BF16, BYTES, F32, FORMATS, I8, I64, PTR, VOID, Code, Val, ir
+from jaxshare.cpu.ir import BF16, BYTES, F32, FORMATS, I64, PTR, VOID, Code, Val, ir
 from jaxshare.cpu.matrices.many_rows import (
     DEPTH,
     PIECE,
@@ -28,18 +27,12 @@ from jaxshare.cpu.matrices.many_rows import (
     write_packed,
 )
 from jaxshare.cpu.quantised.codes import Codes
+from jaxshare.cpu.quantised.lines import INPUTS, Lines
 from jaxshare.cpu.quantised.work import MATRIX, WORK, write_work
 from jaxshare.cpu.runtime import Call, begin_task
 
-_PARTS = 16
+_PARTS = INPUTS // DEPTH
 """Tiles of a line that are dequantised at once."""
-_INPUTS = _PARTS * DEPTH
-
-
-def serves(codes: Codes) -> bool:
-    """Returns whether groups are such that tiles can be dequantised one after the other."""
-    group = codes.group
-    return not group or (group % DEPTH == 0 and (_INPUTS % group == 0 or group % _INPUTS == 0))
 
 
 def write_many_rows(matrices: Sequence[Codes], dtype: str, result: str, call: Call) -> None:
@@ -86,15 +79,6 @@ def _write_outputs(call: Call, codes: Codes, result: ir.Type) -> Code:
     return code
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """The single numbers of float32 that the numbers of a group are made with."""
-
-    scale: Val
-    zero: Val | None
-    offset: Val | None
-
-
 class Strips:
     """The code of products of tiles with a quantised matrix; see `TileProduct`, whose place it takes.
 
@@ -110,7 +94,8 @@ class Strips:
     ):
         codes.check(code)
         self._same_order = same_order
-        self._code, self._codes, self._width, self._result = code, codes, width, result
+        self._code, self._width, self._result = code, width, result
+        self._lines = Lines(code, codes, TILE_BYTES)
         self._tiles = code.array(BF16, 2 * _PARTS * TILE_BYTES // 2)
         self._sums = code.array(F32, ROW_BLOCKS * 2 * TILE_BYTES // 4)
         # What is not written after the last numbers of a line is multiplied with zeros.
@@ -200,99 +185,11 @@ class Strips:
         for total in range(SUMS):
             self.unit.store(total, place + total * TILE_BYTES, 64)
 
-    # Numbers.
-
     def _dequantise(self, matrix: Any, output: Val, part: Val, tiles: Val) -> None:
         """Writes tiles of 16 lines, from one of their parts on."""
         code = self._code
-        inputs = code.min(self._width - part * DEPTH, _INPUTS)
+        inputs = code.min(self._width - part * DEPTH, INPUTS)
         first = part * DEPTH
-        with code.loop(0, SIDE) as i:
-            line = matrix.codes + (output + i) * matrix.line
-            groups = (output + i) * matrix.groups
-            self._dequantise_line(matrix, line, groups, (first, inputs), tiles + i * 64)
-
-    def _dequantise_line(
-        self, matrix: Any, line: Val, groups: Val, inputs: tuple[Val, Val], place: Val
-    ) -> None:
-        """Writes some inputs of a line: the first, and how many.
-
-        Args:
-          line: where its codes begin.
-          groups: the number of its first group.
-          place: of the line in a first tile.
-        """
-        code, codes, (first, count) = self._code, self._codes, inputs
         ahead = matrix.line * (2 * SIDE)  # to the lines that come next
-        if not codes.group:
-            self._write_bytes(self._group(matrix, groups), line + first, place, count, ahead)
-            return
-        size = min(codes.group, _INPUTS)
-        with code.loop(0, count, size) as at:
-            group = self._group(matrix, groups + (first + at) // codes.group)
-            start = line + (first + at) * codes.bits // 8
-            if codes.bits == 8:
-                self._write_bytes(group, start, place + at * 32, code.constant(size), ahead)
-            else:
-                self._write_halves(group, start, place + at * 32, ahead)
-
-    def _group(self, matrix: Any, at: Val) -> _Group:
-        code, codes = self._code, self._codes
-        scale = codes.scale(code, matrix.scales + at * codes.size("scales"))
-        if codes.factor != 1.0 and not codes.is_shifted:
-            scale = scale * codes.factor
-        zero = offset = None
-        if codes.zeros:
-            zero = codes.zero(code, matrix.zeros + at * codes.size("zeros"))
-        if codes.offsets:
-            offset = codes.offset(code, matrix.offsets + at * codes.size("offsets"))
-        return _Group(scale, zero, offset)
-
-    def _write_bytes(self, group: _Group, codes: Val, place: Val, count: Val, ahead: Val) -> None:
-        """Writes the numbers of codes of a byte each, in tiles of which this line begins here."""
-        code = self._code
-
-        def step(at: Val, left: Val | None) -> None:
-            code.prefetch(codes + at + ahead, 2)
-            for i in range(2):
-                rest = None if left is None else left - i * SIDE
-                (numbers,) = self._codes.numbers(
-                    code, code.load(codes + at + i * SIDE, I8, SIDE, rest)
-                )
-                code.store(self._scaled(numbers, group), place + at * 32 + i * 32)
-
-        whole = count // DEPTH * DEPTH
-        with code.loop(0, whole, DEPTH) as at:
-            step(at, None)
-        with code.where(whole < count):
-            step(whole, count - whole)
-
-    def _write_halves(self, group: _Group, codes: Val, place: Val, ahead: Val) -> None:
-        """Writes the numbers of a group of codes of four bits, from a table of them."""
-        code, half = self._code, self._codes.group // 2
-        lanes = DEPTH if half % DEPTH == 0 else SIDE
-        table = self._scaled(
-            Val(code, ir.Constant(ir.VectorType(F32, SIDE), self._codes.table)), group
-        )
-        if lanes == DEPTH:
-            bits = table.bitcast(ir.VectorType(ir.IntType(16), SIDE))
-            table = bits.shuffled(bits, [*range(SIDE)] * 2)
-        for at in range(0, min(half, _INPUTS // 2), lanes):
-            if at % 64 == 0:
-                code.prefetch(codes + at + ahead, 2)
-            numbers = self._codes.pairs(code, code.load(codes + at, I8, lanes), table)
-            for i, each in enumerate(numbers):
-                position = at + i * half
-                code.store(each, place + position // DEPTH * TILE_BYTES + position % DEPTH * 2)
-
-    def _scaled(self, numbers: Val, group: _Group) -> Val:
-        """The numbers of a group as they are when they are dequantised, in bfloat16."""
-        code, lanes = self._code, numbers.type.count
-        if self._codes.is_shifted and self._codes.factor != 1.0:
-            numbers = numbers * self._codes.factor
-        if group.zero is not None:
-            numbers = numbers - code.splat(group.zero, lanes)
-        numbers = numbers * code.splat(group.scale, lanes)
-        if group.offset is not None:
-            numbers = numbers - code.splat(group.offset, lanes)
-        return code.narrowed(numbers, BF16)
+        with code.loop(0, SIDE) as i:
+            self._lines.write(matrix, output + i, (first, inputs), tiles + i * 64, ahead)

@@ -1,14 +1,14 @@
 """The pieces of work of a call: outputs of several quantised matrices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llvmlite import ir
 
-from jaxshare.cpu.ir import BYTES, I64, PTR, Record, Val
+from jaxshare.cpu.ir import BYTES, I64, PTR, Code, Record, Val
 from jaxshare.cpu.mathematics import reduced
 from jaxshare.cpu.matrices.work import WORK
 from jaxshare.cpu.quantised.codes import Codes
-from jaxshare.cpu.runtime import Call
+from jaxshare.cpu.runtime import Call, begin_task
 
 MATRIX = Record(
     ("out", "start", "end", "line", "groups"),
@@ -48,6 +48,23 @@ def write_work(
             MATRIX.write(code, place, sums=sums[each.group])
         start, argument = end, argument + each.count
     return work, start, [*sums.values()]
+
+
+def write_outputs_of(
+    call: Call, matrices: Sequence[Codes], functions: Mapping[Codes, Code]
+) -> Code:
+    """piece(work, i): some outputs of one of the matrices, by the function outputs(work, matrix, first)
+    of the way in which it is quantised."""
+    code = begin_task(call, "piece")
+    work, index = code.args
+    piece = WORK.read(code, work, "piece")
+    for i, each in enumerate(matrices):
+        place = work + (WORK.bytes + i * MATRIX.bytes)
+        start, end = (MATRIX.read(code, place, name) for name in ("start", "end"))
+        with code.where((index >= start) & (index < end)):
+            code.call(functions[each], work, place, (index - start) * piece)
+    code.give()
+    return code
 
 
 def write_arrays(call: Call, codes: Codes, place: Val, argument: int) -> None:

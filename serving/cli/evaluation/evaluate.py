@@ -10,8 +10,7 @@ accuracy.png.
 
 import argparse
 import contextlib
-import dataclasses
-import json
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,23 +19,17 @@ from typing import Any, BinaryIO
 from jaxshare import progress
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
-from jaxshare.paths import WriteError, whole_file
-from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.cli import arguments
+from jaxshare.serving.cli.evaluation import report
 from jaxshare.serving.cli.evaluation.plan import EvaluationPlan
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
+from jaxshare.serving.evaluation import execution, runs, tasks
 from jaxshare.serving.evaluation import folder as evaluation_folder
-from jaxshare.serving.evaluation import plot, runs, scoring, tasks
 from jaxshare.serving.evaluation.arithmetic import QUESTIONS
 from jaxshare.serving.evaluation.baselines import METHODS
-from jaxshare.serving.evaluation.checkers import sandbox
-from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
-from jaxshare.serving.evaluation.checkers.sandbox import Limits
-from jaxshare.serving.evaluation.folder import AGAIN, OTHER, PICTURE, RESULT, RUNS, SCORES, TABLE
+from jaxshare.serving.evaluation.folder import AGAIN, OTHER, RUNS
 from jaxshare.serving.evaluation.runs import Execute, Run, RunSpec
-from jaxshare.serving.evaluation.scoring import Point, Score, Scorer
-from jaxshare.serving.evaluation.tasks import Task
 from jaxshare.serving.locks import OutputLock
 from jaxshare.serving.workers.layouts import LAYOUTS, MOVES
 from jaxshare.serving.workers.prompts import presets
@@ -45,7 +38,6 @@ from jaxshare.serving.workers.text.step_automata import STOP_ON
 _INCOMPLETE = 3
 """The exit code when some lines of the task or some problems could not be run; the others have
 been."""
-_GOAL = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,23 +114,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "count as passes (default: by task)",
     )
     parser.add_argument(
-        "--test-seconds",
-        type=float,
-        default=Limits().seconds,
-        metavar="S",
-        help="processor time that a program and its tests may take (default %(default)g)",
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="runs at the same time on each data group or replica, in the passes of one engine "
+        "(default: as many as memory and processor are good for; 1 makes them one by one)",
     )
+    report.add_arguments(parser)
     parser.add_argument(
-        "--data-dir",
-        metavar="DIR",
-        help=f"the folder of the data sets (default ${tasks.DATA_VARIABLE})",
-    )
-    parser.add_argument(
-        "--beside",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="draw the lines of another evaluation of the same problems too; can be given again",
+        "--dates",
+        metavar="DATE,DATE",
+        help="of LiveCodeBench: problems of contests from the first date to the last",
     )
     parser.add_argument(
         "--out",
@@ -165,7 +151,9 @@ def run(options: argparse.Namespace) -> int:
         with contextlib.ExitStack() as running:
 
             def make_execute(_: LoadedModel) -> Execute:
-                return runs.execute_on(running.enter_context(pool), spec.load)
+                return execution.execute_on(
+                    running.enter_context(pool), spec.load, options.concurrency
+                )
 
             return run_evaluation(options, sampling, workers, budgets, spec.outline, make_execute)
     mesh = process_mesh.mesh_of(options)
@@ -173,7 +161,8 @@ def run(options: argparse.Namespace) -> int:
     def load() -> LoadedModel:
         return arguments.load_model(options, mesh)
 
-    return run_evaluation(options, sampling, workers, budgets, load, runs.execute)
+    make = functools.partial(execution.execute, concurrency=options.concurrency)
+    return run_evaluation(options, sampling, workers, budgets, load, make)
 
 
 def run_evaluation(
@@ -211,26 +200,43 @@ def run_evaluation(
         )
         before, refused = {run.key for run in made}, {}
         if len(before) < len(plan.keys):
+            evaluation_folder.check_code(folder)
             model = load()
             identity = evaluation_folder.check_model(folder, model)
             specs = [spec for spec in plan.specs(model) if spec.key not in before]
             if file is None:
-                file = evaluation_folder.create_runs(files, folder, plan.settings, identity)
+                about = {**identity, **evaluation_folder.provenance_of(plan.task_options)}
+                file = evaluation_folder.create_runs(files, folder, plan.settings, about)
             refused = _execute(make_execute(model), specs, file, made, len(plan.keys), folder)
         made = [run for run in made if run.problem not in refused]
         if not made:
             problem, error = next(iter(refused.items()))
             raise ValueError(f"no problem of {task.name} can be run; the first, {problem}: {error}")
-        scores = _mark(task, made, Limits(seconds=options.test_seconds))
-        points = scoring.points(scores)
-        result = _result(plan, made, before, refused, points, watch, folder)
-        try:
-            jsonl.write(folder / SCORES, map(jsonl.line, map(dataclasses.asdict, scores)), AGAIN)
-            jsonl.write(folder / RESULT, [jsonl.line(checksums.sealed(result))], AGAIN)
-            _write_report(plan.settings, points, plan.beside, folder)
-        finally:  # all is marked, and printed, even where the disk is full now
-            _print_report(options, plan.settings, points, folder, result)
+        outcome = _outcome(plan, made, before, refused, watch)
+        report.finish(outcome, folder, plan.limits, plan.beside, as_json=options.json)
     return _INCOMPLETE if task.bad_lines or refused else 0
+
+
+def _outcome(
+    plan: EvaluationPlan,
+    made: Sequence[Run],
+    before: set[runs.Key],
+    refused: Mapping[str, str],
+    watch: Stopwatch,
+) -> report.Outcome:
+    seconds, compile_seconds = watch.split()
+    # Runs on data groups and replicas compile elsewhere, beside the work of others.
+    new = [run for run in made if run.key not in before]
+    in_runs = sum(run.result.get("compile_seconds", 0.0) for run in new)
+    return report.Outcome(
+        task=plan.task,
+        settings=plan.settings,
+        made=made,
+        refused=refused,
+        resumed=len(before),
+        seconds=seconds,
+        compile_seconds=max(compile_seconds, in_runs),
+    )
 
 
 # The runs.
@@ -277,100 +283,3 @@ def _execute(
             print(f"{len(made)} of {total} runs are in {folder / RUNS}; {AGAIN}", file=sys.stderr)
             raise
     return refused
-
-
-def _mark(task: Task, made: Sequence[Run], limits: Limits) -> list[Score]:
-    """The marks of all answers. What the sandbox cannot hold here is said on stderr."""
-    if any(problem.tests is not None for problem in task.problems) and (lack := sandbox.notice()):
-        print(lack, file=sys.stderr)
-    order = {problem.id: place for place, problem in enumerate(task.problems)}
-    scores = []
-    with Mathematician() as mathematician:
-        scorer = Scorer(task.problems, mathematician, limits)
-        in_order = sorted(made, key=lambda run: (order[run.problem], run.number, run.workers))
-        for run in progress.each(in_order, "marking", "runs"):
-            scores += scorer.score(run)
-    return scores
-
-
-def _result(
-    plan: EvaluationPlan,
-    made: Sequence[Run],
-    before: set[runs.Key],
-    refused: Mapping[str, str],
-    points: Sequence[Point],
-    watch: Stopwatch,
-    folder: Path,
-) -> dict[str, Any]:
-    """The content of result.json and of --json."""
-    seconds, compile_seconds = watch.split()
-    # Runs on data groups and replicas compile elsewhere, beside the work of others.
-    in_runs = sum(run.result.get("compile_seconds", 0.0) for run in made if run.key not in before)
-    return {
-        "settings": plan.settings,
-        "points": [dataclasses.asdict(point) for point in points],
-        "passes_to_90": {
-            str(count): passes for count, passes in scoring.passes_to(points, _GOAL).items()
-        },
-        "bad_lines": [*plan.task.bad_lines],
-        "refused": [{"problem": problem, "error": error} for problem, error in refused.items()],
-        "runs": len(made),
-        "resumed": len(before),
-        "seconds": seconds,
-        "compile_seconds": max(compile_seconds, in_runs),
-        "out": str(folder),
-    }
-
-
-# The report.
-
-
-def _write_report(
-    settings: Mapping[str, Any],
-    points: Sequence[Point],
-    beside: Sequence[Mapping[str, list[Point]]],
-    folder: Path,
-) -> None:
-    """Writes the table and the picture.
-
-    Raises:
-      ValueError: one of them cannot be written.
-    """
-    jsonl.write(folder / TABLE, [scoring.table(points).encode() + b"\n"], AGAIN)
-    lines = scoring.lines(settings["method"], points)
-    for others in beside:
-        lines |= others
-    if plot.available():
-        try:
-            picture = plot.accuracy_picture(lines, f"{settings['task']}, {settings['model']}")
-            with whole_file(folder / PICTURE, "wb") as file:
-                picture.savefig(file, dpi=130)
-        except OSError as error:
-            raise ValueError(f"{WriteError.of(folder / PICTURE, error)}; {AGAIN}") from error
-    else:
-        print(
-            f"{PICTURE} is left out, because matplotlib is not installed; `pip install "
-            "'jaxshare[plot]'` has it, and --resume draws",
-            file=sys.stderr,
-        )
-
-
-def _print_report(
-    options: argparse.Namespace,
-    settings: Mapping[str, Any],
-    points: Sequence[Point],
-    folder: Path,
-    result: Mapping[str, Any],
-) -> None:
-    if options.json:
-        print(json.dumps(result))
-        return
-    table = scoring.table(points)
-    print(
-        f"accuracy in percent, with its interval of 95%, over {points[0].problems} "
-        f"problems\n{table}"
-    )
-    for count, passes in result["passes_to_90"].items():
-        reached = "not reached" if passes is None else f"{passes:.0f} forward passes"
-        print(f"{100 * _GOAL:.0f}%, {runs.label(settings['method'], int(count))}: {reached}")
-    print(f"all texts and scores are in {folder}", file=sys.stderr)

@@ -11,7 +11,8 @@ from typing import Any
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_folder
 from jaxshare.serving import jsonl
-from jaxshare.serving.evaluation import folder, runs, tasks
+from jaxshare.serving.cli.evaluation import report
+from jaxshare.serving.evaluation import execution, folder, runs, tasks
 from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.checkers.sandbox import Limits
 from jaxshare.serving.evaluation.runs import RunSpec
@@ -36,6 +37,7 @@ class EvaluationPlan:
       workers: numbers of workers, ascending.
       task: its problems.
       format: of --format, or None.
+      limits: of programs.
       settings: that decide the texts and their marks, as the folder keeps them.
       beside: the lines of other evaluations.
       keys: of all runs.
@@ -46,6 +48,7 @@ class EvaluationPlan:
     workers: list[int]
     task: Task
     format: Format | None
+    limits: Limits
     settings: dict[str, Any]
     beside: list[dict[str, list[Point]]]
     keys: set[runs.Key]
@@ -66,10 +69,11 @@ class EvaluationPlan:
             samples=options.samples,
             questions=_range(options.questions),
             data=options.data_dir,
+            dates=options.dates,
         )
         if task.needs_mathematics:
             Mathematician.check()
-        Limits(seconds=options.test_seconds)  # raises ValueError now, not after the runs
+        limits = report.limits_of(options)
         format = None
         if options.format is not None:
             format = presets.format_named(options.format, plain=options.method != "workers")
@@ -88,7 +92,12 @@ class EvaluationPlan:
             for number in range(options.seeds)
             for count in chosen
         }
-        return cls(options, sampling, chosen, task, format, settings, beside, keys)
+        return cls(options, sampling, chosen, task, format, limits, settings, beside, keys)
+
+    @property
+    def task_options(self) -> dict[str, Any]:
+        """The options that a task is loaded with, besides its name and the number of problems."""
+        return {"questions": [*_range(self.options.questions)], "dates": self.options.dates}
 
     def specs(self, model: LoadedModel) -> list[RunSpec]:
         """All runs.
@@ -128,6 +137,7 @@ def _check(
             raise ValueError(f"{name} has {wrong[0]}; the numbers start at 1")
     if workers and max(workers) > MAX_WORKERS:
         raise ValueError(f"--workers has {max(workers)}; a session has at most {MAX_WORKERS}")
+    execution.check_concurrency(options.concurrency)
     for name in ("seeds", "answer_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -164,8 +174,11 @@ def _settings(
     """The settings that decide the texts and their marks. The place of the files does not."""
     chosen = {"name": options.format, "texts": _digest(format)} if format else None
     given = {name: getattr(options, name) for name in ("model", "method", "seeds", "seed", "dtype")}
+    approximate = options.approximate_kv
     return {
         **given,
+        # there where it is on, since earlier versions did not have it
+        **({"approximate_kv": approximate} if approximate else {}),
         **_workers_settings(options),
         **({"format": chosen} if chosen else {}),
         **sampling,

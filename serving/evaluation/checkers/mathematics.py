@@ -34,7 +34,7 @@ class Mathematician:
         self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._results: dict[tuple[str, str], bool] = {}
+        self._results: dict[tuple[str, str, float | None], bool] = {}
 
     @staticmethod
     def check() -> None:
@@ -45,15 +45,21 @@ class Mathematician:
                 "`pip install 'jaxshare[evaluate]'` has it"
             )
 
-    def same(self, reference: str, answer: str) -> bool:
+    def same(self, reference: str, answer: str, tolerance: float | None = None) -> bool:
         """True if an answer is equal to the reference; False if that is not decided in time.
+
+        Args:
+          reference: the right answer, in LaTeX.
+          answer: the one to compare with it.
+          tolerance: the largest absolute difference of two numbers that count as equal; default
+            that of math-verify.
 
         Raises:
           ValueError: math-verify is not installed, or does not run.
         """
         if reference.strip() == answer.strip():
             return True
-        key = reference, answer
+        key = reference, answer, tolerance
         if key not in self._results:
             self._results[key] = self._compare(key)
         return self._results[key]
@@ -76,7 +82,7 @@ class Mathematician:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _compare(self, pair: tuple[str, str]) -> bool:
+    def _compare(self, pair: tuple[str, str, float | None]) -> bool:
         if self._process is None:
             self._start()
         try:
@@ -110,7 +116,7 @@ class Mathematician:
         self._listener = threading.Thread(target=listen, name="jaxshare-mathematics", daemon=True)
         self._listener.start()
         try:
-            self._put(("1", "1"))
+            self._put(("1", "1", None))
             ready = json.loads(replies.get(timeout=_START_SECONDS))
         except (queue.Empty, OSError, ValueError) as error:
             self.close()
@@ -125,7 +131,7 @@ class Mathematician:
                 "'jaxshare[evaluate]'` mends its packages"
             )
 
-    def _put(self, pair: tuple[str, str]) -> None:
+    def _put(self, pair: tuple[str, str, float | None]) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps(pair) + "\n")
         self._process.stdin.flush()

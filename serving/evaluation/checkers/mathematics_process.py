@@ -1,17 +1,21 @@
 """The process that compares answers with math-verify.
 
 It is separate because an answer such as 10^{10^{10}} takes all time and all memory. Run by
-`mathematics.Mathematician`. Reads JSON lines [reference, answer], and answers each with true or
-false.
+`mathematics.Mathematician`. Reads JSON lines [reference, answer, tolerance or null], and answers
+each with true or false.
 """
 
 import json
 import resource
 import sys
 import warnings
+from collections.abc import Sequence
+from typing import Any
 
 _SECONDS = 5
 """The time limit of math-verify itself for each of its steps."""
+_SPARE = 1.01
+"""The part of a tolerance within which numbers are equal: OlympiadBench allows for rounding."""
 
 
 def main() -> None:
@@ -21,14 +25,30 @@ def main() -> None:
     from math_verify import parse, verify
 
     for line in sys.stdin:
-        reference, answer = (
-            parse(_boxed(text), parsing_timeout=_SECONDS) for text in json.loads(line)
-        )
-        print(
-            json.dumps(bool(verify(reference, answer, timeout_seconds=_SECONDS))),
-            file=replies,
-            flush=True,
-        )
+        *texts, tolerance = json.loads(line)
+        reference, answer = (parse(_boxed(text), parsing_timeout=_SECONDS) for text in texts)
+        same = bool(verify(reference, answer, timeout_seconds=_SECONDS))
+        if not same and tolerance is not None:
+            same = _close(_number(reference), _number(answer), tolerance)
+        print(json.dumps(same), file=replies, flush=True)
+
+
+def _close(reference: float | None, answer: float | None, tolerance: float) -> bool:
+    if reference is None or answer is None:
+        return False
+    return abs(reference - answer) <= _SPARE * tolerance
+
+
+def _number(parsed: Sequence[Any]) -> float | None:
+    """The number that was parsed; of an equation such as x = 2 the one on its right side."""
+    for found in parsed:
+        if getattr(found, "is_Equality", False):
+            found = found.rhs
+        try:
+            return float(found.evalf())
+        except (AttributeError, TypeError, ValueError):
+            continue
+    return None
 
 
 def _boxed(text: str) -> str:

@@ -3,10 +3,10 @@
 The program runs in one process, and the tests, which compare, in another that it cannot reach:
 nothing that a program prints, writes or sends counts as passed. Both are limited together.
 
-Where the kernel allows namespaces (Linux, `unshare`), a program sees a file system of its own with
-Python and the system's libraries, which it can read, and a folder in memory, which it can write. It
-has no network, and sees no process, variable, file or socket of yours. Elsewhere Python itself
-refuses to connect, to start processes and to read /proc, which a malicious program can circumvent;
+Where the kernel allows namespaces (Linux, with bubblewrap or else `unshare`; see `isolation`), a
+program sees a file system of its own with Python and the system's libraries, which it can read, and
+a folder in memory, which it can write. It has no network, and sees no process, variable, file or
+socket of yours. Elsewhere Python itself refuses to connect, to start processes and to read /proc, which a malicious program can circumvent;
 it can then read and write what you can. `notice` says what a machine lacks.
 
 This is NOT a jail either way. A program still talks to your kernel, whose faults it may use;
@@ -23,7 +23,6 @@ import functools
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -31,14 +30,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxshare.serving.evaluation.checkers import process_counts
+from jaxshare.serving.evaluation.checkers.isolation import PYTHON, Way, known_ways
+from jaxshare.serving.evaluation.checkers.sandbox_view import MAX_FILES, WORK
+
 _PROGRAM = Path(__file__).with_name("sandbox_process.py")
-_NAMESPACES = (
-    *("--user", "--map-root-user", "--net", "--ipc", "--uts", "--mount", "--pid"),
-    *("--fork", "--kill-child"),
-)
 _START_SECONDS = 10.0
 """Time for the start of a process, on a busy machine."""
 _REPORT_BYTES = 1 << 16
@@ -81,30 +81,47 @@ class Verdict:
 
 
 @functools.cache
-def namespaces() -> tuple[str, ...]:
-    """The command that starts a process in namespaces, or () where the system has none."""
-    command = shutil.which("unshare")
-    if command is None:
-        return ()
-    prefix = (command, *_NAMESPACES)
-    verdict = _run("", "", Limits(), prefix)
-    return prefix if verdict.passed else ()
+def ways() -> tuple[Way, ...]:
+    """The ways to start a judged process that work on this machine, the best first."""
+    return tuple(
+        way for way in known_ways() if not way.has_namespaces or _run("", "", Limits(), way).passed
+    )
+
+
+def way_named(isolate: bool | str) -> Way:
+    """The best way, or with False the one without namespaces, or the one of this name.
+
+    Raises:
+      ValueError: the machine does not have it.
+    """
+    if isolate is True:
+        return ways()[0]
+    name = isolate or PYTHON
+    for way in ways():
+        if way.name == name:
+            return way
+    raise ValueError(f"isolate is {isolate!r}, which does not work on this machine")
 
 
 def notice() -> str | None:
     """One sentence on what the sandbox cannot hold on this machine, or None."""
-    if namespaces():
+    if ways()[0].has_namespaces:
         return None
-    missing = "this system gives no namespaces to the sandbox (`unshare` with users, mounts, "
+    missing = "this system gives no namespaces to the sandbox (neither by bubblewrap, `bwrap`, nor "
     return (
-        f"{missing}processes and network), so a program that means harm can read and write what "
-        "you can, leave processes and take more than its limits; run programs that you do not "
-        "trust in a container"
+        f"{missing}by `unshare` with users, mounts, processes and network), so a program that means "
+        "harm can read and write what you can, leave processes and take more than its limits; "
+        "install bubblewrap, or run programs that you do not trust in a container"
     )
 
 
 def run_tests(
-    program: str, tests: str, limits: Limits = Limits(), *, isolate: bool = True
+    program: str,
+    tests: str,
+    limits: Limits = Limits(),
+    *,
+    preamble: str = "",
+    isolate: bool | str = True,
 ) -> Verdict:
     """Runs a program, and its tests as though in the same module.
 
@@ -118,61 +135,103 @@ def run_tests(
       tests: Python code that uses the program's definitions, and raises an exception if they are
         wrong. Python's own names mean Python's own; `from solution import max` takes the program's.
       limits: see `Limits`.
-      isolate: in namespaces, where the system has them; False blocks the network in Python alone.
+      preamble: Python code that is run before the program, in the same module.
+      isolate: in namespaces, where the system has them; False blocks the network in Python alone,
+        and a name chooses a way (`isolation`).
     """
-    return _run(program, tests, limits, namespaces() if isolate else ())
+    return _run(program, tests, limits, way_named(isolate), preamble)
 
 
-def _run(program: str, tests: str, limits: Limits, prefix: tuple[str, ...]) -> Verdict:
-    folder = tempfile.mkdtemp(prefix="jaxshare-")
+def _run(program: str, tests: str, limits: Limits, way: Way, preamble: str = "") -> Verdict:
+    with judged_folder() as folder:
+        verdict = _run_in(folder, program, tests, limits, way, preamble)
+    return verdict if folder.left is None else Verdict(False, folder.left)
+
+
+class JudgedFolder:
+    """A folder for a judged process.
+
+    Attributes:
+      path: of the folder.
+      left: why it could not be removed afterwards, or None.
+    """
+
+    def __init__(self, path: str):
+        self.path, self.left = path, None
+
+
+@contextlib.contextmanager
+def judged_folder() -> Iterator[JudgedFolder]:
+    """Makes a folder for a judged process, and removes it whatever is in it."""
+    folder = JudgedFolder(tempfile.mkdtemp(prefix="jaxshare-"))
     try:
-        verdict = _run_in(folder, program, tests, limits, prefix)
+        yield folder
     except BaseException:
         with contextlib.suppress(OSError):
-            _remove(folder)
+            _remove(folder.path)
         raise
     try:
-        _remove(folder)
+        _remove(folder.path)
     except OSError as error:
-        return Verdict(False, f"left a folder that cannot be removed ({error}); remove {folder}")
-    return verdict
+        folder.left = f"left a folder that cannot be removed ({error}); remove {folder.path}"
 
 
 def _run_in(
-    folder: str, program: str, tests: str, limits: Limits, prefix: tuple[str, ...]
+    folder: JudgedFolder, program: str, tests: str, limits: Limits, way: Way, preamble: str
 ) -> Verdict:
-    given: dict[str, Any] = {
-        **dataclasses.asdict(limits),
-        "seconds": math.ceil(limits.seconds),
-        "namespaces": bool(prefix),
-        "view": bool(prefix),
-        "folder": folder,
-    }
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(end) for end in socket.socketpair()]
         read, write = os.pipe()
         stack.callback(os.close, read)
         processes = []
-        stack.callback(_kill, processes)
+        stack.callback(kill, processes)
         try:
-            for source, end, report in ((program, ends[0], None), (tests, ends[1], write)):
-                orders = {**given, "source": source, "calls": end.fileno(), "report": report}
-                processes.append(_start(prefix, orders, folder))
+            for source, before, end, report in (
+                (program, preamble, ends[0], None),
+                (tests, "", ends[1], write),
+            ):
+                orders = {"source": source, "preamble": before}
+                orders |= {"calls": end.fileno(), "report": report}
+                passed = [end.fileno(), *([write] if report else [])]
+                processes.append(start(way, orders, passed, folder, limits))
         finally:
             os.close(write)
         # Each end is in one process alone, so that either notices when the other has ended.
         for end in ends:
             end.close()
-        error = _wait(processes, limits)
+        error = wait(processes, limits)
         os.set_blocking(read, False)
         return Verdict(False, error) if error else _verdict(read)
 
 
-def _start(prefix: tuple[str, ...], orders: dict[str, Any], folder: str) -> subprocess.Popen[bytes]:
+def start(
+    way: Way,
+    orders: Mapping[str, Any],
+    passed: Sequence[int],
+    folder: JudgedFolder,
+    limits: Limits,
+) -> subprocess.Popen[bytes]:
+    """Starts a judged process.
+
+    Args:
+      way: to start it.
+      orders: see `sandbox_process`; its limits are added.
+      passed: file descriptors that it gets.
+      folder: an empty one.
+      limits: of it.
+    """
+    orders = {
+        **dataclasses.asdict(limits),
+        "seconds": math.ceil(limits.seconds),
+        "namespaces": way.has_namespaces,
+        "view": way.makes_view,
+        "folder": folder.path,
+        **orders,
+    }
     # No variable of this process reaches the program: there are keys among them.
     environment = {
         "PATH": os.defpath,
-        "HOME": folder,
+        "HOME": way.folder(folder.path),
         "LANG": "C.UTF-8",
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
@@ -181,19 +240,19 @@ def _start(prefix: tuple[str, ...], orders: dict[str, Any], folder: str) -> subp
         file.write(json.dumps(orders).encode())
         file.seek(0)
         return subprocess.Popen(
-            [*prefix, sys.executable, "-I", "-B", str(_PROGRAM)],
+            [*way.prefix(limits.files), sys.executable, "-I", "-B", str(_PROGRAM)],
             stdin=file,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd=folder,
+            cwd=folder.path,
             env=environment,
-            pass_fds=[orders["calls"], *([orders["report"]] if orders["report"] else [])],
+            pass_fds=passed,
             start_new_session=True,
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], limits: Limits) -> str | None:
-    """Waits for the tests to end; returns the limit that was passed, if any."""
+def wait(processes: Sequence[subprocess.Popen[bytes]], limits: Limits) -> str | None:
+    """Waits for the last process to end; returns the limit that was passed, if any."""
     seconds = 2 * limits.seconds + _START_SECONDS
     end = time.monotonic() + seconds
     while True:
@@ -204,61 +263,26 @@ def _wait(processes: list[subprocess.Popen[bytes]], limits: Limits) -> str | Non
             pass
         if time.monotonic() > end:
             return f"takes more than {seconds:g} seconds"
-        pids = [pid for process in processes for pid in _descendants(process.pid)]
-        count = sum(len(_threads(pid)) for pid in pids)
+        pids = [pid for process in processes for pid in process_counts.descendants(process.pid)]
+        count = sum(len(process_counts.threads(pid)) for pid in pids)
         if count > limits.processes:
             return f"has {count} processes and threads, more than {limits.processes}"
-        if sum(map(_resident, pids)) > limits.memory and sum(map(_share, pids)) > limits.memory:
+        sums = (sum(map(count, pids)) for count in (process_counts.resident, process_counts.share))
+        if all(taken > limits.memory for taken in sums):
             return f"takes more than {limits.memory} bytes of memory in all its processes"
+        if any(process_counts.files(pid, WORK) > MAX_FILES for pid in pids):
+            return f"makes more than {MAX_FILES} files"
 
 
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ends processes and what they have started, also where they have ended by themselves."""
     for process in processes:
-        for pid in [*_descendants(process.pid), process.pid]:
+        for pid in [*process_counts.descendants(process.pid), process.pid]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-# What Linux says of processes; elsewhere there is nothing to count.
-
-
-def _descendants(pid: int) -> list[int]:
-    """A process and all that it has started, as far as they still have their parents."""
-    found = [pid]
-    for each in found:  # which grows
-        for thread in _threads(each):
-            with contextlib.suppress(OSError):
-                text = Path(f"/proc/{each}/task/{thread}/children").read_text()
-                found += map(int, text.split())
-    return found
-
-
-def _threads(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return []
-
-
-def _resident(pid: int) -> int:
-    """Bytes of a process in memory, with pages that it shares with others."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0
-
-
-def _share(pid: int) -> int:
-    """Bytes of a process in memory, shared pages divided among those that have them."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-    except OSError:  # the process of the tests keeps it to itself
-        return _resident(pid)
 
 
 def _verdict(report: int) -> Verdict:

@@ -1,8 +1,9 @@
-"""A process that runs a program, or the tests of a program, under limits.
+"""A process that runs a program, the tests of a program, or a program on one case, under limits.
 
-Started twice by `sandbox.run_tests`, and uses the standard library alone. The process of the
-program runs it and answers the calls of the other one, which runs the tests, compares, and alone
-has the file descriptor that the verdict goes to.
+Uses the standard library alone. `sandbox.run_tests` starts it twice: the process of the program runs
+it and answers the calls of the other one, which runs the tests, compares, and alone has the file
+descriptor that the verdict goes to. `cases.run_cases` starts it once for each case; what the program
+prints or returns is compared by who started it.
 """
 
 import builtins
@@ -46,11 +47,12 @@ _LOST = "ended before its tests did: it ends itself, or takes more time or memor
 
 def main() -> None:
     """Reads its orders, a JSON object, from stdin, and runs the program or the tests."""
-    given = json.loads(sys.stdin.buffer.read())
+    with open(0, "rb", closefd=False) as file:  # sys.stdin is left for the program
+        given = json.loads(file.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if given["view"]:
         sandbox_view.enter(given["folder"], given["files"])
-    if given["report"] is not None:
+    if given.get("report") is not None:
         sandbox_view.hide_memory()
     _limit(resource.RLIMIT_CPU, given["seconds"], spare=1)
     _limit(resource.RLIMIT_AS, given["memory"])
@@ -61,6 +63,9 @@ def main() -> None:
     signal.signal(signal.SIGXCPU, functools.partial(_late, given["seconds"]))
     if not given["namespaces"]:
         sys.addaudithook(_refuse)
+    if "stdin" in given:
+        _run_case(given)
+        return  # to the end of the interpreter, which waits for threads
     sys.modules[sandbox_calls.MODULE] = types.ModuleType(sandbox_calls.MODULE)
     if given["report"] is None:
         _run_program(given)
@@ -72,7 +77,8 @@ def main() -> None:
 def _run_program(given: dict[str, Any]) -> None:
     module = sys.modules[sandbox_calls.MODULE]
     process = os.getpid()
-    error = _run(given["source"], "program", module.__dict__)
+    error = _run(given["preamble"], "preamble", module.__dict__)
+    error = error or _run(given["source"], "program", module.__dict__)
     if os.getpid() != process:
         return  # one that the program has forked and that has come to the program's end
     calls = sandbox_calls.Calls(
@@ -96,6 +102,32 @@ def _run_tests(given: dict[str, Any]) -> None:
         error = _run(given["source"], "tests", module)
     with open(given["report"], "w", encoding="utf-8") as report:
         json.dump({"error": _LOST if calls.lost else error}, report)
+
+
+def _run_case(given: dict[str, Any]) -> None:
+    """Runs a program as `__main__` with its input in stdin, or calls its function.
+
+    An exception is raised, so that it ends the interpreter as it would end any program.
+    """
+    function = given["function"]
+    name = "__main__" if function is None else sandbox_calls.MODULE
+    module = sys.modules[name] = types.ModuleType(name)
+    files = {"stderr": 2} if function is not None else {"stdin": 0, "stdout": 1, "stderr": 2}
+    for file, number in files.items():
+        os.dup2(given[file], number)
+        os.close(given[file])
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(encoding="utf-8", errors="surrogateescape")
+    sys.argv = ["program.py"]
+    for source in (given["preamble"], given["source"]):
+        exec(compile(source, "program", "exec", dont_inherit=True), module.__dict__)
+    if function is not None:
+        with open(given["stdin"], encoding="utf-8") as file:
+            arguments = [json.loads(line) for line in file.read().split("\n")]
+        holder = module.Solution() if hasattr(module, "Solution") else module
+        value = getattr(holder, function)(*arguments)
+        with open(given["stdout"], "w", encoding="utf-8") as file:
+            json.dump(value, file, default=lambda other: other.item())  # numbers of NumPy
 
 
 class _Names(dict):

@@ -15,8 +15,10 @@ from pathlib import Path
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix", "/gnu")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_WORK = "/tmp"
-_MAX_FILES = 10_000
+WORK = "/tmp"
+"""The folder of a process, in its own view."""
+MAX_FILES = 10_000
+"""Files and folders that a process may have in it."""
 # mount(2), mount_setattr(2), prctl(2), capset(2)
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC = 2, 4, 8, 1 << 12, 1 << 14
 _MNT_DETACH = 2
@@ -39,11 +41,11 @@ def enter(folder: str, size: int) -> None:
     """
     # No further namespaces, in which a process would have rights again.
     Path("/proc/sys/user/max_user_namespaces").write_text("0")
-    options = f"size={size},nr_inodes={_MAX_FILES},mode=755"
+    options = f"size={size},nr_inodes={MAX_FILES},mode=755"
     _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
-    for path in _paths():
+    for path in shown_paths():
         _show(path, folder + path, read_only=path not in _DEVICES)
-    for path in ("/proc", "/dev/shm", _WORK):
+    for path in ("/proc", "/dev/shm", WORK):
         Path(folder + path).mkdir(parents=True, exist_ok=True)
     # Containers that hide parts of /proc allow no new one; then there is none.
     with contextlib.suppress(PermissionError):
@@ -52,8 +54,8 @@ def enter(folder: str, size: int) -> None:
     os.chdir(folder)
     _call("syscall", _SYS_PIVOT_ROOT[platform.machine()], b".", b".")
     _call("umount2", b".", _MNT_DETACH)
-    os.chdir(_WORK)
-    os.environ["HOME"] = _WORK
+    os.chdir(WORK)
+    os.environ["HOME"] = WORK
     _drop_rights()
 
 
@@ -63,8 +65,8 @@ def hide_memory() -> None:
         _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def _paths() -> list[str]:
-    """The files and folders to be seen, each but once."""
+def shown_paths() -> list[str]:
+    """The files and folders of the machine that a judged process sees, each but once."""
     python = (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sys.path)
     wanted = {*_SYSTEM, *_DEVICES, *(os.path.abspath(path) for path in python)}
     paths: list[str] = []

@@ -14,16 +14,18 @@ from starlette.routing import Route as HttpRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxshare import __version__
+from jaxshare.serving.engine.tracing import RequestTracer
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http import errors, sse
 from jaxshare.serving.http.answers import json_response, owner_of
-from jaxshare.serving.http.app import ROUTERS, guard
+from jaxshare.serving.http.app import NO_TELEMETRY, ROUTERS, guard
 from jaxshare.serving.http.endpoints import page, trees, weights
 from jaxshare.serving.http.endpoints.tree_store import TreeStore
 from jaxshare.serving.http.metrics import HttpMetrics
 from jaxshare.serving.http.replicas.relay import Relay, ReplicaAnswers
 from jaxshare.serving.http.replicas.routes import ForwardedRequest, route_of
 from jaxshare.serving.http.settings import ServerSettings
+from jaxshare.serving.http.tracing import Headers, carried
 
 _HERE = {"/health", "/ready", "/version"}
 """Endpoints that the front answers itself, beside the page and trees, which need no model."""
@@ -54,17 +56,23 @@ class Front:
     Args:
       replicas: that requests are sent to.
       settings: of the server.
+      tracer: makes spans of requests, which replicas continue, or None.
 
     Attributes:
-      settings: as given.
+      settings, tracer: as given.
       metrics: of the server.
       is_draining: True when it takes no more requests.
       failure: why the replicas could not be started, or None.
       on_failure: called then.
     """
 
-    def __init__(self, replicas: ServedReplicas, settings: ServerSettings):
-        self._replicas, self.settings = replicas, settings
+    def __init__(
+        self,
+        replicas: ServedReplicas,
+        settings: ServerSettings,
+        tracer: RequestTracer | None = None,
+    ):
+        self._replicas, self.settings, self.tracer = replicas, settings, tracer
         self.metrics = HttpMetrics()
         Gauge(
             "jaxshare_replicas_running", "Replicas that run", registry=self.metrics.registry
@@ -125,7 +133,7 @@ class Front:
           ApiError: there is no replica yet, or the server shuts down.
           ClientGoneError: the client has not waited for the answer.
         """
-        request = await _read(scope, receive)
+        request = await _read(scope, receive, carried(self.tracer))
         self._check_open(request)
         relay = Relay(request, route_of(request), self._in_time(send))
         task = asyncio.ensure_future(relay.run(self._replicas))
@@ -255,7 +263,7 @@ def create_front(front: Front, *, is_local: bool = False) -> FastAPI:
       front: its state.
       is_local: see `create_app`.
     """
-    app = FastAPI(title="jaxshare", version=__version__, openapi_url=None)
+    app = FastAPI(title="jaxshare", version=__version__, openapi_url=None, telemetry=NO_TELEMETRY)
     app.state.service, app.state.trees = front, TreeStore()
     errors.add_handlers(app)
     app.add_api_route("/v1/workers", front.sessions, methods=["GET"])
@@ -273,7 +281,7 @@ def create_front(front: Front, *, is_local: bool = False) -> FastAPI:
             else:
                 _add_forwarding(app, front, route.path, methods)
     _add_forwarding(app, front, "/openapi.json", ["GET"])
-    guard(app, front.settings, front.metrics, is_local=is_local)
+    guard(app, front.settings, front.metrics, is_local=is_local, tracer=front.tracer)
     return app
 
 
@@ -292,8 +300,8 @@ async def _refuse(request: Request) -> Response:
     )
 
 
-async def _read(scope: Scope, receive: Receive) -> ForwardedRequest:
-    """Reads a request, whose body is bounded before.
+async def _read(scope: Scope, receive: Receive, more: Headers = ()) -> ForwardedRequest:
+    """Reads a request, whose body is bounded before; it gets more headers.
 
     Raises:
       ClientGoneError: the client has gone meanwhile.
@@ -310,7 +318,7 @@ async def _read(scope: Scope, receive: Receive) -> ForwardedRequest:
         scope["method"],
         scope["path"],
         scope["query_string"],
-        tuple((name, value) for name, value in scope["headers"] if name in _HEADERS),
+        (*((name, value) for name, value in scope["headers"] if name in _HEADERS), *more),
         b"".join(parts),
         scope.get("state", {}).get("owner", ""),
     )

@@ -10,11 +10,12 @@ from starlette.types import Message, Scope
 
 from jaxshare.serving.cluster.model_spec import ModelSpec, shortened
 from jaxshare.serving.cluster.ray_replica import claim_devices
-from jaxshare.serving.engine import Engine
+from jaxshare.serving.engine import Engine, RequestTracer
 from jaxshare.serving.http.app import create_endpoints
 from jaxshare.serving.http.replicas.routes import ForwardedRequest
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import ServerSettings
+from jaxshare.serving.http.tracing import continued
 
 _log = logging.getLogger("jaxshare.http")
 
@@ -118,7 +119,8 @@ class ReplicaEndpoints:
             messages.put_nowait(message)
 
         try:
-            await self._app(_scope_of(request), receive, send)
+            with continued(self._service.tracer, request.headers, request.path):
+                await self._app(_scope_of(request), receive, send)
         except Exception:  # after its client has been told that the server has failed
             _log.exception("a request has failed")
 
@@ -135,7 +137,11 @@ class ReplicaServer(ReplicaEndpoints):
 
         claim_devices(plan.devices, plan.gpus)
         model = shortened(plan.model.load(), plan.max_model_len)
-        service = Service(Engine(model, **plan.engine), plan.settings)
+        engine, settings = Engine(model, **plan.engine), plan.settings
+        if settings.otlp_endpoint is not None:
+            name = settings.model_names[0]
+            engine.tracer = RequestTracer.exporting(settings.otlp_endpoint, name)
+        service = Service(engine, settings)
         if plan.warm_up:
             service.warm_up()
         service.is_warm = True

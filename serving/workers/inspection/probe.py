@@ -231,7 +231,12 @@ def attention_shares(session: "Workers") -> dict[str, dict[str, float]]:
     tokens = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % _WIDTH)))
     shares = np.asarray(
         _mean_shares(
-            session.model.module, session.model.params, tokens, count, session.cache, session.rows
+            session.model.module,
+            session.model.variables,
+            tokens,
+            count,
+            session.cache,
+            session.rows,
         )
     )
     return {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxshare import cpu
-from jaxshare.models.linear import products
+from jaxshare.models.linear import product, products
 from jaxshare.pallas.device import H200, assume_device
 
 if not cpu.available():
@@ -134,3 +134,19 @@ def test_only_a_pass_that_may_use_them_does():
     assert not calls("xla") and not calls("reference")
     with assume_device(H200):  # for which programs are compiled here
         assert not calls(None)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, "bfloat16"), (1, "float32"), (2, "bfloat16")])
+def test_xla_multiplies_one_row_as_two_on_a_cpu_alone(rows, dtype):
+    x, [kernel] = operands(rows, 8, (4,), dtype)
+
+    def multiplied_rows() -> int:
+        program = jax.make_jaxpr(lambda x, k: product(x, k))(x, kernel)
+        return 2 * rows if "concatenate" in str(program) else rows
+
+    assert multiplied_rows() == (2 if dtype == "bfloat16" else rows)
+    with assume_device(H200):
+        assert multiplied_rows() == rows
+        found = product(x, kernel)
+    expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -24,10 +24,23 @@ from jaxshare.cpu.experts.call import cpu_expert_products
 from jaxshare.cpu.machine import Machine
 from jaxshare.cpu.quantised import call
 from jaxshare.cpu.quantised.call import cpu_quantised_products
+from jaxshare.cpu.quantised.lines import serves
 
 EPSILON = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
 """Half the distance from 1 to the next number."""
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+
+
+def is_rounded(
+    rows: int, dtype: str, *matrices: QuantisedTensor, machine: Machine | None = None
+) -> bool:
+    """Whether a product's kernel rounds the numbers of matrices to bfloat16 first."""
+    machine = machine or this_machine()
+    if dtype != "bfloat16" or machine.features >= AMX:
+        return dtype == "bfloat16" and rows > call.few_rows(dtype, machine)
+    whole = all(serves(call.Codes.of(each)) for each in matrices)
+    return machine.dots_bf16 and rows > call.FEW and whole
+
 
 needs_amx = pytest.mark.skipif(
     not this_machine().features >= AMX, reason="this machine has no matrix unit"
@@ -154,10 +167,24 @@ def test_zeros_offsets_orders_and_dtypes_of_scales(format, group, options):
     matrix = random_matrix((21, 640), format, group or 640, **options)
     for dtype, rows in (("bfloat16", 1), ("float32", 3), ("bfloat16", 9)):
         x = rows_of(rows, 640, dtype)
-        if rows <= call.few_rows(dtype, this_machine()):
-            check(found(x, matrix), x, matrix)
-        elif this_machine().features >= AMX:
-            check(found(x, matrix), x, matrix, rounded=True)
+        if rows <= call.few_rows(dtype, this_machine()) or this_machine().features >= AMX:
+            check(found(x, matrix), x, matrix, rounded=is_rounded(rows, dtype, matrix))
+
+
+@pytest.mark.parametrize(
+    ("format", "group"),
+    mostly_slow([way for way in WAYS if way[1] % 32 == 0], 3, several=True),
+)
+def test_some_rows(format, group):
+    """Lines that are dequantised once, whole ones and such as end within 32 numbers, whose outputs are
+    beside those of a step, and rows beside those of a block."""
+    for out, width in ((37, 3 * 640), (4, group or 769), (1, 3 * group or 7)):
+        matrix = random_matrix((out, width), format, group or width)
+        for rows in (6, 8, 15):
+            if rows <= call.few_rows("bfloat16", this_machine()):
+                x = rows_of(rows, width, "bfloat16")
+                rounded = is_rounded(rows, "bfloat16", matrix)
+                check(found(x, matrix), x, matrix, rounded=rounded)
 
 
 @needs_amx
@@ -188,9 +215,11 @@ def test_matrices_of_several_kinds_in_one_product(rows):
     x = rows_of(rows, 256, "bfloat16")
     multiply = jax.jit(lambda x, kernels: products(x[None], kernels, "float32", None))
     ys = multiply(x, jax.tree.map(jnp.asarray, kernels))
+    packed = [each for each in kernels if isinstance(each, QuantisedTensor)]
+    rounded = is_rounded(rows, "bfloat16", *packed)
     for y, kernel in zip(ys, kernels, strict=True):
         if isinstance(kernel, QuantisedTensor):
-            check(y[0], x, kernel, rounded=rows > 2)
+            check(y[0], x, kernel, rounded=rounded)
         else:
             np.testing.assert_allclose(y[0], np.float64(x) @ np.float64(kernel).T, atol=1e-3)
 
@@ -200,9 +229,11 @@ def test_a_row_is_the_same_whatever_is_beside_it():
         most = call.few_rows(dtype, this_machine())
         matrix = random_matrix((21, 192), "int4", 64, zeros="uint8")
         x = rows_of(most, 192, dtype)
-        whole = found(x, matrix)
-        for count in (1, most // 2):
-            np.testing.assert_array_equal(found(x[:count], matrix), whole[:count])
+        by_kind = [count for count in (1, call.FEW, call.FEW + 1, most // 2, most) if count <= most]
+        whole = {is_rounded(count, dtype, matrix): found(x[:count], matrix) for count in by_kind}
+        for count in by_kind:
+            same = whole[is_rounded(count, dtype, matrix)]
+            np.testing.assert_array_equal(found(x[:count], matrix), same[:count])
 
 
 @pytest.mark.parametrize(
@@ -323,6 +354,7 @@ def test_lesser_machines_find_the_same(monkeypatch, lacks, lanes):
             rows = min(7, call.few_rows("bfloat16", machine))
             x = rows_of(rows, matrix.shape[-1], "bfloat16")
             device = jax.tree.map(jnp.asarray, matrix)
-            check(cpu_quantised_products(x, [device], "float32")[0], x, matrix)
+            rounded = is_rounded(rows, "bfloat16", matrix, machine=machine)
+            check(cpu_quantised_products(x, [device], "float32")[0], x, matrix, rounded=rounded)
     finally:
         compiled._target_machine.cache_clear()

@@ -1,5 +1,5 @@
-"""truncation_bounds against a sort in float64 NumPy: by the kernel of a CPU, and by XLA with few and
-with many thresholds a pass.
+"""truncation_bounds against a sort in float64 NumPy: by the kernel of a CPU, by that of a GPU,
+interpreted, and by XLA with few and with many thresholds a pass.
 
 Where a sum of masses comes within rounding of what top_p or typical_p ask for, either side of it is
 right. Tests of exact thresholds have masses that are powers of two and so have no rounding. The
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from jaxshare import Sampler, Samplers, cpu
 from jaxshare.decoding import truncation
 from jaxshare.decoding.truncation import truncation_bounds
+from jaxshare.pallas.device import Device, assume_device
 from jaxshare.sharding import make_mesh
 from tests.helpers import mostly_slow
 
@@ -50,8 +51,18 @@ def _by_xla(bits: int) -> Callable:
     return jax.jit(bounds)
 
 
-BY = {"kernel": jax.jit(truncation_bounds), "2 bits": _by_xla(2), "4 bits": _by_xla(4)}
-ways = pytest.mark.parametrize("way", mostly_slow(["kernel", "4 bits", "2 bits"], 2))
+def _by_gpu(*arguments):
+    with assume_device(Device("interpreted", 90, 3, interpret=True)):
+        return truncation_bounds(*arguments)
+
+
+BY = {
+    "kernel": jax.jit(truncation_bounds),
+    "2 bits": _by_xla(2),
+    "4 bits": _by_xla(4),
+    "gpu": jax.jit(_by_gpu),
+}
+ways = pytest.mark.parametrize("way", mostly_slow(["kernel", "4 bits", "2 bits", "gpu"], 2))
 
 
 def found_by(way: str, logits, top_k=0, top_p=1.0, min_p=0.0, typical_p=None) -> np.ndarray:

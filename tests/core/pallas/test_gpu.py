@@ -10,6 +10,7 @@ The reference runs on the same GPU, in float32, and shares no code with the back
 scripts/bench/attention.py measures their speed.
 """
 
+import dataclasses
 import itertools
 import secrets
 
@@ -18,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare import command_buffers
+from jaxshare import Sampler, Samplers, command_buffers
 from jaxshare.attention.api import preferred
-from jaxshare.decoding import loop
+from jaxshare.decoding import loop, sampling, truncation
 from jaxshare.pallas.device import current_device
 from scripts.bench.parts.attention import cases
+from tests.core.pallas import interpreted
+from tests.core.pallas import test_codes as codes_interpreted
 from tests.helpers import run, tiny_state
 
 Heads = cases.Heads
@@ -135,6 +138,18 @@ def test_long_blocks_and_many_heads(judge, backend, case):
     judge(backend, case)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192])
+def test_codes(gpu, backend, format, dim):
+    if not able(backend, gpu) or ((backend, format) == ("triton", "fp8") and gpu.capability < 89):
+        pytest.skip(f"{backend} does not serve {format} on {gpu.kind}")
+    shape = dataclasses.replace(codes_interpreted.WIDE, dim=dim, rotary=dim)
+    rows, lengths = [[0, n] for n in range(1, 6)], [300, 5, 0, 64, 1, 17]
+    some = interpreted.case(rows, [1] * 5, lengths, gaps=[1] * 6, seed=secrets.randbelow(2**31))
+    codes_interpreted.check(backend, format, shape, some, gpu)
+
+
 def test_the_same_answer_every_time(gpu):
     """Pieces are merged in one order, whichever of them is ready first."""
     case = cases.shared(Heads(2, 8), 40, 3000, 30)
@@ -151,6 +166,25 @@ def test_the_best_backend_is_preferred(gpu):
     assert next(b for b in preferred() if able(b, gpu)) == (
         "mosaic_gpu" if gpu.capability // 10 == 9 else "triton"
     )
+
+
+def test_draws_are_those_of_xla(gpu, monkeypatch):
+    """Of all settings side by side; sums are rounded differently, which one draw of many may show."""
+    cuts = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9, "min_p": 0.05}]
+    samplers = Samplers.stack([Sampler(0.8, **cut) for cut in cuts * 8] + [Sampler()] * 32)
+    rng = np.random.default_rng(secrets.randbelow(2**31))
+    logits = jnp.asarray(rng.normal(size=(64, 128_256)) * 3, "float32")
+    seeds = jnp.asarray(rng.integers(2**32, size=(64, 2)), "uint32")
+
+    def tokens() -> np.ndarray:
+        draw = jax.jit(lambda *given: Samplers.sample(*given))
+        return np.stack([draw(samplers, logits, seeds, jnp.full(64, n)) for n in range(8)])
+
+    found = tokens()
+    assert sampling.draws_on(logits) == (gpu if gpu.capability >= 80 else None)
+    monkeypatch.setattr(sampling, "draws_on", lambda _: None)
+    monkeypatch.setattr(truncation, "draws_on", lambda _: None)
+    assert (found != tokens()).sum() <= 2
 
 
 def test_loops_in_graphs_give_what_the_hosts_give(gpu, monkeypatch):

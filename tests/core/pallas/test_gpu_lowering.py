@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from jaxshare.decoding import truncation
 from jaxshare.pallas.dense_products import gpu_dense_product
 from jaxshare.pallas.device import H200, assume_device
 from scripts.gpu import programs, quantised_steps
@@ -102,6 +103,18 @@ def test_latents_lower_for_cuda(backend, case):
     check(backend, case)
 
 
+@pytest.mark.parametrize("case", mostly_slow(programs.CODED), ids=str)
+@pytest.mark.parametrize("backend", TARGETS)
+def test_codes_lower_for_cuda(backend, case):
+    check(backend, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", programs.WIDE_CODED, ids=str)
+def test_codes_of_wide_heads_lower_for_cuda(case):
+    check("triton", case)
+
+
 @pytest.mark.parametrize("form", mostly_slow(quantised_steps.FORMS), ids=lambda form: form.name)
 def test_products_with_quantised_matrices_lower_for_cuda(form):
     x = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
@@ -128,22 +141,23 @@ def test_the_whole_grid_lowers_for_cuda(backend, head_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [*TARGETS, "xla"])
 def test_a_decode_step_lowers_for_cuda(backend):
-    """The plan, the appends, the moves of finished steps and sampling around it included."""
+    """The plan, the appends, the moves of finished steps and sampling, whose kernel is Triton's,
+    around it included."""
     config = dataclasses.replace(programs.MODEL, num_layers=1)
     decoding = programs.decoding(programs.QUICK_STEPS[0], backend, config, history=4096)
-    assert (
-        calls(lowered(backend, decoding.function, *decoding.arguments, donate_argnums=(1,)))
-        == {backend} & TARGETS.keys()
-    )
+    assert calls(lowered(backend, decoding.function, *decoding.arguments, donate_argnums=(1,))) == {
+        backend
+    } & TARGETS.keys() | {"triton"}
 
 
 @pytest.mark.parametrize("spread", mostly_slow(programs.SPREADS), ids=str)
-def test_a_decode_step_on_several_devices_lowers_for_cuda(spread):
+def test_a_decode_step_on_several_devices_lowers_for_cuda(spread, monkeypatch):
     """Each device runs the kernels on its part.
 
     `make gpu-compile` counts what they send. Triton lowers only for a described device, and the
-    mesh takes the place of the description.
+    mesh takes the place of the description: sampling is XLA's here.
     """
+    monkeypatch.setattr(truncation, "draws_on", lambda _: None)
     config = dataclasses.replace(programs.MODEL, num_layers=1)
     mesh = spread.mesh(jax.devices()[: spread.tensor * spread.kv])
     decoding = programs.decoding(
@@ -175,7 +189,8 @@ with assume_device(H200):
 text = lowered(backend, decoding.function, *decoding.arguments, donate_argnums=(1,))
 with assume_device(H200):
     traced(1.0)
-print(len(traces), len(re.findall(rf"custom_call @\\S*{re.escape(TARGETS[backend])}", text)))
+calls = [line for line in text.splitlines() if re.search(rf"custom_call @\\S*{re.escape(TARGETS[backend])}", line)]
+print(len(traces), sum('name = "draw"' not in line for line in calls))
 """
 """Run in a process that has not imported what kernels are written with."""
 

@@ -53,6 +53,23 @@ def mosaic_buffers(choice: MosaicTiles, dim: int) -> int:
     return sum(-(-buffer.nbytes // 128) * 128 for buffer in buffers)
 
 
+def code_buffers(choice: MosaicTiles, dim: int) -> int:
+    """Bytes of all that is kept where the cache has codes, buffer by buffer."""
+    columns = dim if dim % 64 else 64 if dim <= 128 else 32
+    ring = choice.code_stages + choice.stages
+    buffers = [
+        np.empty((choice.query_stages, 2, 64, dim), np.float16),
+        *[np.empty((choice.stages, choice.tile, dim), np.float16)] * 2,
+        *[np.empty((choice.code_stages, choice.tile, dim), np.int8)] * 2,
+        *[np.empty((ring, choice.tile), np.float32)] * 2,
+        np.empty((2, 64, columns), np.float32),
+        np.empty((2, 2, 64), np.float32),
+        # the last are barriers
+        np.empty(2 * choice.query_stages + 4 * ring + 2, np.int64),
+    ]
+    return sum(-(-buffer.nbytes // 128) * 128 for buffer in buffers)
+
+
 def triton_buffers(choice: TritonTiles, dim: int) -> int:
     """An upper bound of the same, heads padded to a power of two or, of latents, cut into powers of
     two."""
@@ -77,6 +94,31 @@ def test_mosaic_tiles_fit_a_hopper_gpu():
             # Scores, weights and results of 64 queries leave 128 threads a quarter of their 240
             # registers each.
             assert 64 * (choice.tile + choice.tile // 2 + dim) / 128 <= 180
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_mosaic_tiles_of_codes_fit_a_hopper_gpu(dtype):
+    for dim, queries in itertools.product((64, 80, 96, 128, 192), QUERIES):
+        choice = choose_mosaic(H200, dim, 8, queries, dtype)
+        assert code_buffers(choice, dim) <= tiles.mosaic_bytes(choice, dim, codes=True) <= 232_448
+        # One is under way while another is converted.
+        assert choice.code_stages >= 2
+        assert 64 * (choice.tile + choice.tile // 2 + dim) / 128 <= 160
+    with pytest.raises(NotImplementedError, match="head dim is 256"):
+        choose_mosaic(H200, 256, 8, 64, dtype)
+
+
+def test_tiles_measured_for_codes_are_for_codes_alone(folder):
+    found = {dtype: choose_mosaic(H200, 128, 8, 8, dtype) for dtype in ("bfloat16", "int8")}
+    assert found["bfloat16"] != found["int8"]
+    measured = MosaicTiles(64, 1, 2, 4)
+    keep(folder, {"NVIDIA H200": {Key("mosaic_gpu", 128, 8, 8, "int8"): measured}})
+    assert choose_mosaic(H200, 128, 8, 8, "int8") == measured
+    assert choose_mosaic(H200, 128, 8, 8, "bfloat16") == found["bfloat16"]
+    # What would not fit is not taken.
+    large = MosaicTiles(64, 4, 2, 6)
+    keep(folder, {"NVIDIA H200": {Key("mosaic_gpu", 128, 8, 8, "int8"): large}})
+    assert choose_mosaic(H200, 128, 8, 8, "int8") == found["int8"]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.kind)

@@ -212,6 +212,24 @@ def test_scales_of_zero_are_loaded_without_the_check(tmp_path):
     assert not np.asarray(kernel.scales).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [("fp8_tensors_llama", "weight_scale"), ("fp8_blocks_deepseek_v3", "weight_scale_inv")],
+)
+def test_missing_scales_have_the_name_of_others(tmp_path, name, scales):
+    folder = tmp_path / name
+    shutil.copytree(QUANTISED / name, folder)
+    file = folder / "model.safetensors"
+    there, other = (
+        f'"{UP}.{each}"'.encode() for each in (scales, scales.replace("scale", "other"))
+    )
+    content = file.read_bytes()
+    assert there in content
+    file.write_bytes(content.replace(there, other))
+    with pytest.raises(CheckpointError, match=f"{UP}.{scales} is missing"):
+        load(folder)
+
+
 def test_codes_that_are_no_number_are_named(tmp_path):
     folder = tmp_path / "fp8"
     shutil.copytree(QUANTISED / "fp8_tensors_llama", folder)

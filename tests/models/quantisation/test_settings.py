@@ -115,7 +115,19 @@ def test_published_settings_are_read(name):
         (FP8 | dict(fmt="e5m2"), 'fmt is "e5m2", but only e4m3 is read'),
         (FP8 | dict(weight_block_size=[128]), "weight_block_size is .* two whole numbers"),
         (FP8 | dict(weight_block_size=[128, 0]), "weight_block_size is .* two whole numbers"),
-        (compressed(format="nvfp4-pack-quantized"), "format nvfp4-pack-quantized is not read"),
+        (
+            compressed(format="nvfp4-pack-quantized"),
+            r'quantization_config\.format is "nvfp4-pack-quantized", but .* pack-quantized, int-',
+        ),
+        (
+            {
+                **compressed(),
+                "config_groups": {
+                    "group_0": {"targets": ["Linear"], "weights": INT8, "format": "x"}
+                },
+            },
+            r'group_0\.format is "x", but the formats that are read are pack-quantized, int-quant',
+        ),
         (
             compressed(INT8 | dict(num_bits=4)),
             "num_bits is 4, but weights in int-quantized must be of type int with num_bits 8, not int",

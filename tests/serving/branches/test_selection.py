@@ -7,7 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from jaxshare import FinishReason
+from jaxshare import FinishReason, models
+from jaxshare.serving import generate
 from jaxshare.serving.branches.selection import (
     best_of_n,
     by_prompt,
@@ -147,3 +148,8 @@ def test_pass_at_is_the_mean_over_prompts_not_over_completions():
         pass_at(completions, lambda c: True, 0)
     with pytest.raises(ValueError, match="there are no completions to score"):
         pass_at([], lambda c: True, 1)
+
+
+def test_a_sampler_of_another_type_is_refused_by_name():
+    with pytest.raises(TypeError, match="sampler is of type dict; it must be a Sampler"):
+        generate(models.load("embedded"), "a", sampler={"temperature": 1.0})  # pyright: ignore[reportArgumentType]

@@ -212,6 +212,17 @@ def test_unknown_commands_and_options_exit_2():
         assert stop.value.code == 2
 
 
+@pytest.mark.slow
+def test_the_end_of_a_reader_of_the_output_is_no_error():
+    """As with `jaxshare doctor --json | head -c 1`."""
+    read, written = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-m", "jaxshare.serving.cli.main", "doctor", "--json"]
+    done = subprocess.run(program, stdout=written, stderr=subprocess.PIPE, text=True)
+    os.close(written)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_the_package_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "jaxshare.serving.cli", "--version"],

@@ -23,8 +23,7 @@ _PATIENCE = 300  # seconds after which a turn is not to come back
 
 SMALL_PIECES = (
     (manager, "GROWTH", 16),
-    (prefill, "ROWS", 4),
-    (prefill, "WIDTH", 8),
+    (prefill, "SHORT", prefill.PassShape(4, 8)),
     (running_request, "WIDTH", 2),
 )
 """Settings that make few tokens many pieces: extents, chunks of a prompt, and tokens that the

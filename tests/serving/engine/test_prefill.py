@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from jaxshare.models import Generation, LoadedModel
-from jaxshare.serving.engine import prefill
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.prefill import Piece, PrefillPasses, feed_node, next_pieces
+from jaxshare.serving.engine.prefill import SHORT, Piece, PrefillPasses, feed_node, next_pieces
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.prefix_tree import Node
@@ -71,7 +70,7 @@ def feed(nodes: list[Node]) -> tuple[dict[int, np.ndarray], int]:
             if any(id(each) in busy for each in path):  # another one feeds what it sees
                 continue
             busy |= {id(each) for each in path if each.num_cached < len(each.tokens)}
-            batch += next_pieces(path, prefill.ROWS - len(batch))
+            batch += next_pieces(path, SHORT.rows - len(batch))
         if not batch:
             return logits, count
         found, finite = runner.run(batch)
@@ -229,3 +228,33 @@ def test_one_program_feeds_all(kv):
     with compilations() as names:
         feed([add(kv, None, TEXT[:300]), add(kv, None, TEXT[:17])])
     assert "_forward" not in names
+
+
+def test_many_tokens_are_fed_by_long_passes_unless_others_wait(kv):
+    """Two texts after a root in one pass of long rows, and what is left in a short one."""
+    root = add(kv, None, TEXT[:30])
+    feed([root])
+    texts = [text(700), text(330)]
+    nodes = [add(kv, root, tokens) for tokens in texts]
+    runner, sizes, logits = passes(), list[list[int]](), {}
+    waiting = runner.next_pieces([node.path() for node in nodes], streaming=True)
+    assert [(i, len(piece.tokens)) for i, piece in waiting] == [(0, 64)] * 4
+    while found := runner.next_pieces([node.path() for node in nodes], streaming=False):
+        got, finite = runner.run([piece for _, piece in found])
+        assert finite[: len(found)].all()
+        sizes.append([len(piece.tokens) for _, piece in found])
+        logits |= {i: np.asarray(got[row]) for row, (i, _) in enumerate(found)}
+    assert sizes == [[128, 128, 128, 128, 128, 60, 128, 128], [64, 10]]
+    dense = DenseModel(TINY, tiny_params(), 3)
+    dense.forward([TEXT[:30]], [[0]])
+    for i, (node, tokens) in enumerate(zip(nodes, texts, strict=True)):
+        wanted = dense.forward([tokens], [[0, i + 1]])[0][-1]
+        np.testing.assert_allclose(logits[i], wanted, atol=2e-3)
+        check(kv, node, dense, i + 1)
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(895, [64] * 4), (896, [128] * 7)])
+def test_a_long_pass_is_used_where_it_is_nearly_full(kv, tokens, first):
+    node = add(kv, None, text(tokens))
+    found = passes().next_pieces([node.path()], streaming=False)
+    assert [len(piece.tokens) for _, piece in found] == first

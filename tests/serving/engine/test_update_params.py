@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -314,31 +315,82 @@ def live_bytes() -> int:
 
 
 def test_one_copy_is_held(monkeypatch):
-    """The old weights are gone before the new ones are there."""
+    """The old weights are gone before the new ones are there, or these are written over them."""
     config = dataclasses.replace(CONFIG, hidden_size=256, num_layers=2)
     given = [jax.tree.map(np.asarray, init(config, seed)) for seed in range(3)]
     size = sum(array.nbytes for array in jax.tree.leaves(given[0]))
     model = LoadedModel(config, jax.tree.map(jnp.array, given[0]), None, Generation())
     seen, placed = [], ParamsForm.placed
 
-    def watched(self, found, *, copy):
-        seen.append(live_bytes())
-        return placed(self, found, copy=copy)
+    def watched(self, found, *, copy, former):
+        seen.append((live_bytes(), former is not None))
+        return placed(self, found, copy=copy, former=former)
 
     monkeypatch.setattr(ParamsForm, "placed", watched)
     with Engine(model, max_rows=4) as engine:
         del model
         engine.submit(PROMPT, max_new_tokens=4).wait()
         before = live_bytes()
-        for params in (*given[1:], given[0]):
+        engine.update_params(given[1])
+        assert seen.pop() <= (before - size, False)
+        engine.update_params(given[0])  # in memory of JAX's, no more NumPy's, from here on
+        assert seen.pop()[1] and abs(live_bytes() - before) < size / 10
+        own = places(engine)
+        for params in (given[2], given[0]):
             engine.update_params(params)
-            assert seen.pop() <= before - size
+            assert seen.pop()[1] and places(engine) == own
             assert abs(live_bytes() - before) < size / 10
         on_device = jax.tree.map(jnp.array, given[1])
         engine.update_params(on_device)
-        assert seen.pop() <= before  # with the caller's copy
+        assert places(engine) == own
+        assert seen.pop()[0] <= before + size  # with the caller's copy
         engine.update_params(on_device, copy=False)  # that is now the engine's, too
-        assert abs(live_bytes() - before) < size / 10
+        assert seen.pop()[1] and abs(live_bytes() - before) < size / 10
+        engine.update_params(given[2])
+        assert not seen.pop()[1] and not places(engine) & {*map(place, jax.tree.leaves(on_device))}
+
+
+def place(array: jax.Array) -> int:
+    return array.unsafe_buffer_pointer()
+
+
+def places(engine: Engine) -> set[int]:
+    return {*map(place, jax.tree.leaves(engine.model.params))}
+
+
+def same(found, expected) -> bool:
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, found, expected)))
+
+
+@pytest.mark.parametrize("held", ["model", "array", "alias", "view"])
+def test_what_is_held_of_former_weights_is_not_written_over(held):
+    """Whatever a caller has of the engine's arrays; an alias is one where it is given again."""
+
+    def keys(model: LoadedModel) -> Any:
+        return model.named_params["params"]["layers_0"]["attention"]["k"]["kernel"]
+
+    with Engine(MODEL, max_rows=4) as engine:
+        engine.update_params(jax.tree.map(jnp.array, NEW))
+        engine.update_params(jax.tree.map(jnp.array, NEW))
+        kept: Any = engine.model if held == "model" else keys(engine.model)
+        if held == "alias":
+            kept = jax.device_put(kept, may_alias=True)
+        elif held == "view":
+            kept = np.asarray(kept)
+        expected, again = np.array(keys(engine.model)), jax.tree.map(lambda array: array, OLD)
+        if held == "alias":
+            again["params"]["layers_0"]["attention"]["v"]["kernel"] = kept
+        engine.update_params(again)
+        assert same(engine.model.params, again)
+        assert np.array_equal(keys(kept) if held == "model" else kept, expected)
+
+
+def test_weights_may_be_those_of_the_engine():
+    with Engine(MODEL, max_rows=4) as engine:
+        for _ in range(2):
+            engine.update_params(jax.tree.map(jnp.array, NEW))
+        engine.update_params(engine.model.params)
+        assert same(engine.model.params, NEW)
 
 
 def test_what_a_caller_does_with_its_arrays_is_its_own_affair():
@@ -488,7 +540,7 @@ def begun_update_that_waits(engine: Stepped, stream) -> Updating:
 
 
 def test_weights_that_cannot_be_placed_end_the_engine(monkeypatch):
-    def full(self, found, *, copy):
+    def full(self, found, **options):
         raise MemoryError("no room")
 
     engine = Stepped()

@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jaxshare
 from jaxshare import Sampler
 from jaxshare.models import EMBEDDED, Generation, load
 from jaxshare.serving import COLLABORATIVE, PLAIN, Format
 from jaxshare.serving.cli import main
-from jaxshare.serving.cli.evaluation import evaluate, plan
+from jaxshare.serving.cli.evaluation import evaluate, plan, report, rescore
 from jaxshare.serving.errors import InUseError
 from jaxshare.serving.evaluation import (
     Mathematician,
@@ -28,9 +29,11 @@ from jaxshare.serving.evaluation import (
     Problem,
     Run,
     arithmetic,
+    execute,
     load_task,
     passes_to,
     points,
+    provenance,
     run_specs,
     runs,
     scoring,
@@ -438,6 +441,7 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
         sampling=(),
         load=None,
         out: str = "out",
+        approximate: str | None = None,
     ):
         parser = argparse.ArgumentParser()
         evaluate.add_arguments(parser)
@@ -453,7 +457,7 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
                 *arguments,
             ]
         )
-        options.dtype = None
+        options.dtype, options.approximate_kv = None, approximate
         run.stand = stand or Stand()
         code = evaluate.run_evaluation(
             options, dict(sampling), workers, budgets, load or (lambda: model), run.stand
@@ -475,7 +479,7 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
 @pytest.fixture
 def evaluation(tmp_path, capsys, monkeypatch):
     """`evaluation_in` an empty folder, where answers are compared by letters."""
-    for module in (evaluate, plan):
+    for module in (report, plan):
         monkeypatch.setattr(module, "Mathematician", Letters)
     return evaluation_in(tmp_path, capsys.readouterr)
 
@@ -535,7 +539,7 @@ def test_an_evaluation_by_hand(evaluation):
 
 @pytest.mark.parametrize("full", ["scores.jsonl", "result.json", "table.txt"])
 def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch, capsys, full):
-    write = evaluate.jsonl.write
+    write = report.jsonl.write
 
     def failing(path, lines, do):
         if path.name == full:
@@ -544,7 +548,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
             )
         write(path, lines, do)
 
-    monkeypatch.setattr(evaluate.jsonl, "write", failing)
+    monkeypatch.setattr(report.jsonl, "write", failing)
     with pytest.raises(ValueError, match=rf"{full} cannot be written .*--resume goes on"):
         evaluation("--json")
     found = json.loads(capsys.readouterr().out)
@@ -555,7 +559,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
         and found["seconds"] > 0
     )
     monkeypatch.undo()
-    for module in (evaluate, plan):
+    for module in (report, plan):
         monkeypatch.setattr(module, "Mathematician", Letters)
     code, out, _ = evaluation("--json", "--resume")
     again = json.loads(out)
@@ -564,7 +568,7 @@ def test_a_disk_that_is_full_at_the_end_costs_no_result(evaluation, monkeypatch,
 
 def test_answers_are_compared_as_mathematics_by_math_verify(evaluation, monkeypatch):
     pytest.importorskip("math_verify")
-    for module in (evaluate, plan):
+    for module in (report, plan):
         monkeypatch.setattr(module, "Mathematician", Mathematician)
     rows = [{"problem": "x", "answer": "0.5"}, {"problem": "y", "answer": ["1/2", "70000"]}]
     (evaluation.folder / "own.jsonl").write_text(
@@ -617,7 +621,7 @@ def test_runs_are_made_here(evaluation):
         "--json",
         "--method",
         "sequential",
-        stand=runs.execute,
+        stand=execute,
         load=script,
         workers=(),
         budgets=(4, 2),
@@ -851,6 +855,7 @@ def test_runs_that_finish_are_kept_whatever_comes_then(evaluation, capsys):
         (("--resume",), {"budgets": (32,)}, r"began with budgets \[32, 64, 128, 256\], not \[32\]"),
         (("--resume",), {"sampling": {"temperature": 1.0}}, "began with temperature null, not 1.0"),
         (("--resume", "--samples", "2"), {}, "began with problems "),
+        (("--resume",), {"approximate": "fp8"}, 'began with approximate_kv null, not "fp8"'),
     ],
 )
 def test_other_settings_do_not_get_into_the_folder(evaluation, arguments, more, words):
@@ -1013,6 +1018,104 @@ def test_lines_of_others_are_drawn_beside(evaluation):
         evaluation("--samples", "1", "--beside", str(evaluation.folder / "first"), out="third")
 
 
+# what results are from, and marks without runs
+
+
+def test_results_say_what_they_are_from(evaluation):
+    found = json.loads(evaluation("--json", "--seed", "3")[1])
+    assert found["model"]["weights"] == "one" and found["model"]["dtype"] == "float32"
+    assert found["settings"]["seed"] == 3 and found["settings"]["seeds"] == 1
+    assert found["versions"]["jaxshare"] == jaxshare.__version__
+    assert found["versions"]["numpy"] == np.__version__
+    assert found["marked"]["problems"] == found["settings"]["problems"]
+    assert found["marked"]["sandbox"] is None and found["marked"]["limits"]["seconds"] == 10
+    assert {"jaxshare", "jaxshare.models", "jaxshare.serving.workers"} <= {*found["code"]}
+    # The code of the checkout is that of no other package.
+    assert len({*found["code"].values()}) == len(found["code"])
+
+
+def test_an_evaluation_of_other_code_is_not_gone_on_with(evaluation, monkeypatch):
+    with pytest.raises(RuntimeError, match="killed"):
+        evaluation(stand=Stand(lives=2))
+    now = provenance.code()
+    monkeypatch.setattr(provenance, "code", lambda: {**now, "jaxshare.serving.workers": "other"})
+    with pytest.raises(
+        ValueError,
+        match=r"began with other code, of jaxshare \S+: jaxshare.serving.workers has changed, and its "
+        "runs may be different; give another --out",
+    ):
+        evaluation("--resume", load=lambda: pytest.fail("the model is not needed"))
+    monkeypatch.undo()
+    for module in (report, plan):
+        monkeypatch.setattr(module, "Mathematician", Letters)
+    assert evaluation("--resume")[0] == 0
+    # What has all its runs is marked by the code of today.
+    monkeypatch.setattr(provenance, "code", lambda: {**now, "jaxshare": "other"})
+    assert evaluation("--resume")[0] == 0
+
+
+@pytest.fixture
+def rescored(evaluation, capsys, monkeypatch):
+    """Returns what marks an evaluation again: rescored(options...) -> (exit code, result, stderr)."""
+    monkeypatch.setattr(rescore, "Mathematician", Letters)
+
+    def run(*arguments: str):
+        code = main.main(["rescore", str(evaluation.out), "--json", *arguments])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return run
+
+
+def test_marks_are_made_again_without_runs(evaluation, rescored):
+    _, out, _ = evaluation("--json")
+    first, texts = json.loads(out), (evaluation.out / "runs.jsonl").read_bytes()
+    scores = (evaluation.out / "scores.jsonl").read_bytes()
+    (evaluation.out / "scores.jsonl").unlink()
+    code, again, err = rescored()
+    same = ("settings", "model", "versions", "code", "points", "passes_to_90", "runs", "marked")
+    assert code == 0 and err == "" and [again[n] for n in same] == [first[n] for n in same]
+    assert (evaluation.out / "scores.jsonl").read_bytes() == scores
+    assert (evaluation.out / "runs.jsonl").read_bytes() == texts
+    # An answer of the task's file that is mended changes the marks.
+    file = evaluation.folder / "own.jsonl"
+    before = file.read_text()
+    file.write_text(before.replace('["10", "12"]', '["0", "0"]'))
+    code, mended, err = rescored()
+    assert code == 0 and "the answers or tests of" in err and err.count("\n") == 1
+    assert mended["marked"]["problems"] != mended["settings"]["problems"]
+    accuracy = {(p["workers"], p["budget"]): p["accuracy"] for p in mended["points"]}
+    assert accuracy[2, 64] == 1 and mended["passes_to_90"]["2"] == pytest.approx(32 + 32 * 0.9)
+    file.write_text(before.replace("Twice 5", "Thrice 5"))
+    assert rescored()[0] == 1
+    file.write_text(before.splitlines()[0])
+    assert rescored()[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text.replace("Twice 5", "Thrice 5"), "problem b of {} has another text than"),
+        (lambda text: text.replace('"id": "b"', '"id": "c"'), "problem b of {} is another problem"),
+        (lambda text: "", "no line of the task file {} can be run"),
+    ],
+)
+def test_marks_of_other_problems_are_refused(evaluation, rescored, change, words):
+    evaluation()
+    file = evaluation.folder / "own.jsonl"
+    file.write_text(change(file.read_text()))
+    code, result, err = rescored()
+    assert code == 1 and result is None and words.format(file) in err
+
+
+def test_missing_runs_are_counted(evaluation, rescored):
+    with pytest.raises(RuntimeError, match="killed"):
+        evaluation(stand=Stand(lives=4))
+    code, result, err = rescored()
+    assert code == 3 and result["runs"] == 4 and "2 of 6 runs are not in" in err
+    assert main.main(["rescore", str(evaluation.folder / "nowhere")]) == 1
+
+
 # programs
 
 
@@ -1105,6 +1208,8 @@ def begin(folder: Path, name: str, *more: str) -> subprocess.Popen:
                 "--temperature",
                 "1.2",
                 "--seeds",
+                "2",
+                "--concurrency",
                 "2",
                 "--json",
                 "--out",

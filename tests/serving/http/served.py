@@ -87,7 +87,7 @@ class ScriptedEngine:
         self._end = words.convert_tokens_to_ids(ENDS[template])
         self.params_version = 0
         self.model = LoadedModel(config, {}, words, Generation((self._end,)))  # pyright: ignore[reportArgumentType]
-        self.metrics, self.max_request_tokens = Metrics(), 4096
+        self.metrics, self.max_request_tokens, self.tracer = Metrics(), 4096, None
         self.answers, self.piece = [*answers], 3
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.broken: Exception | None = None

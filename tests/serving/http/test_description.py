@@ -33,7 +33,11 @@ _UNKNOWN = {
 def whole(engine, tmp_path_factory):
     """A server that does all that it can, and gives no request much time."""
     folder = str(tmp_path_factory.mktemp("saves"))
-    given = {"sessions_folder": folder, "request_seconds": 0.5, "session_idle_seconds": 0.5}
+    given: dict[str, Any] = {"sessions_folder": folder, "request_seconds": 0.5}
+    given |= {
+        "session_idle_seconds": 0.5,
+        "weights_folder": str(tmp_path_factory.mktemp("weights")),
+    }
     files = FileStore(str(tmp_path_factory.mktemp("files")), 2**24)
     with contextlib.closing(files), served(engine, files=files, **given, show_texts=True) as made:
         yield made

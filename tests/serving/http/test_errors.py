@@ -125,6 +125,7 @@ def test_a_body_of_another_type_is_not_read(tiny):
         COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}
     )
     assert answer.status_code == 400
+    assert "`Content-Type: application/json`" in answer.json()["error"]["message"]
     preflight = tiny.http.options(
         COMPLETIONS,
         headers={"Origin": "https://example.org", "Access-Control-Request-Method": "POST"},

@@ -129,6 +129,11 @@ def shared(heads: Heads, rows: int, prefix: int, own: int) -> Case:
     )
 
 
+def prompt(heads: Heads, tokens: int) -> Case:
+    """A pass of one row that feeds a whole prompt to its empty block."""
+    return Case(f"prompt of {tokens}", heads, ((0,),), (0,), (tokens,), width=tokens)
+
+
 def workers(heads: Heads, count: int, history: int, own: int) -> Case:
     """All see the history first, then the others' blocks, then their own (Hogwild! section 3.2, the
     combined layout)."""

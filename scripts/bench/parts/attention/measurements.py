@@ -15,7 +15,7 @@ from jaxshare.models.generation_config import Generation
 from scripts.bench.lib import Goal, alternate, ratios
 from scripts.bench.parts.attention import cases
 from scripts.bench.parts.attention.cases import Case, Heads
-from scripts.bench.parts.attention.peers import others, plan_sides
+from scripts.bench.parts.attention.peers import others, others_causal, plan_sides
 from scripts.bench.parts.attention.scale import FULL, Scale
 from scripts.bench.parts.attention.speed import (
     BACKENDS,
@@ -32,7 +32,10 @@ from scripts.bench.parts.attention.speed import (
 )
 from scripts.bench.parts.sharing import decode as decoding
 
-PARTS = ("correctness", "private", "shared", "workers", "plan", "step")
+PARTS = (
+    *("correctness", "private", "shared", "workers", "contexts", "prefixes", "prefill"),
+    *("plan", "step"),
+)
 PRIVATE_GOAL, PRODUCTS_GOAL, UNSHARED_GOAL, PLAN_GOAL, STEP_GOAL = 0.85, 0.6, 20.0, 30.0, 0.8
 WORKERS_GOALS = {2: 1.05, 4: 1.15}
 
@@ -60,11 +63,7 @@ def measure_private(bench: Bench, scale: Scale, group: int) -> dict[str, Any]:
     )
     bench.say(f"private, G {group}")
     skipped: dict[str, str] = {}
-    inputs = cases.make(case, bench.seed)
-    sides = {
-        backend: ours(bench, case, inputs, backend)
-        for backend in bench.check(case, inputs, skipped)
-    }
+    sides = _right_sides(bench, case, skipped)
     return _point(bench, case, sides | others(bench, case, skipped), skipped)
 
 
@@ -133,6 +132,45 @@ def measure_workers(bench: Bench, scale: Scale) -> dict[str, Any]:
         if f"{b}, {UNROTATED}" in seconds
     }
     return point | {"history": scale.history, "own": scale.own, "to_one_row": to_one}
+
+
+def measure_contexts(bench: Bench, scale: Scale, rows: int, tokens: int) -> dict[str, Any]:
+    """A token of each row that sees so many of its own, beside others' attention."""
+    case = with_layers(cases.private(scale.private_heads, rows, tokens), scale.most_layers)
+    bench.say(case.name)
+    skipped: dict[str, str] = {}
+    sides = _right_sides(bench, case, skipped)
+    return _point(bench, case, sides | others(bench, case, skipped), skipped)
+
+
+def measure_prefixes(bench: Bench, scale: Scale, rows: int) -> dict[str, Any]:
+    """Rows that see one prefix, which is read once."""
+    made = cases.shared(scale.private_heads, rows, scale.prefix, scale.own)
+    case = with_layers(made, scale.most_layers)
+    bench.say(case.name)
+    skipped: dict[str, str] = {}
+    return _point(bench, case, _right_sides(bench, case, skipped), skipped)
+
+
+def measure_prefill(bench: Bench, scale: Scale, tokens: int) -> dict[str, Any]:
+    """One row's prompt in one pass, beside others' causal attention. Answers are held against the
+    reference at the smallest size alone, for which that has memory."""
+    smallest = min(scale.prefills)
+    case = with_layers(cases.prompt(scale.private_heads, tokens), scale.most_layers)
+    bench.say(case.name)
+    skipped: dict[str, str] = {}
+    first = cases.prompt(scale.private_heads, smallest)
+    able = bench.check(first, cases.make(first, bench.seed), skipped)
+    inputs = cases.make(case, bench.seed)
+    sides = {backend: ours(bench, case, inputs, backend) for backend in able}
+    return _point(bench, case, sides | others_causal(bench, case), skipped)
+
+
+def _right_sides(bench: Bench, case: Case, skipped: dict[str, str]) -> dict[str, Side]:
+    """The sides of the backends whose answers are right."""
+    inputs = cases.make(case, bench.seed)
+    right = bench.check(case, inputs, skipped)
+    return {backend: ours(bench, case, inputs, backend) for backend in right}
 
 
 def measure_plan(bench: Bench, scale: Scale) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,7 @@ from scripts.bench.parts.attention.speed import (
     SDPA,
     SPLIT_TILE,
     SPLITS,
+    TOKAMAX,
     Bench,
     Planned,
     Side,
@@ -77,6 +79,42 @@ def others(
         except WorkerError as error:
             skipped[SDPA] = str(error)
     return found
+
+
+def others_causal(bench: Bench, case: Case) -> dict[str, Side]:
+    """Causal attention as others have it, of one row's [T] new tokens that see nothing before."""
+    heads, tokens = case.heads, case.width
+    calls, passes = bench.loop(case)
+    rng = np.random.default_rng(bench.seed)
+    shape = 1, tokens, heads.num_kv_heads, heads.head_dim
+    made = [cases.noise(rng, shape, "bfloat16") for _ in range(2 * heads.num_layers)]
+    q = cases.noise(rng, (1, tokens, heads.num_heads, heads.head_dim), "bfloat16")
+    keys, values = tuple(made[::2]), tuple(made[1::2])
+
+    def side(form: str) -> Side:
+        def turn() -> float:
+            run = functools.partial(_causal, form, q, keys, values, calls, passes)
+            return _seconds(lambda: run().block_until_ready()) / (calls * passes)
+
+        return Side(turn, case.layer_bytes, case.layer_flops)
+
+    forms = {JAX_XLA: "xla", JAX_CUDNN: "cudnn", TOKAMAX: "tokamax"}
+    return {name: side(form) for name, form in forms.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("form", "calls", "passes"))
+def _causal(
+    form: str, q: Array, keys: Sequence[Array], values: Sequence[Array], calls: int, passes: int
+) -> Array:
+    if form == "tokamax":
+        tokamax = importlib.import_module("tokamax")
+        attend = functools.partial(tokamax.dot_product_attention, is_causal=True)
+    else:
+        attend = functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation=form
+        )
+    with jax.numpy_dtype_promotion("standard"):
+        return _loop(lambda q, i: attend(q, keys[i], values[i]), q, len(keys), calls, passes)
 
 
 def _random_rows(

@@ -29,6 +29,8 @@ class Scale:
       shared_heads, shared_rows, prefix, own: `own` of the workers and plans too.
       unshared_rows: most rows of the side that has copies, whose time is scaled.
       worker_heads, history, workers.
+      contexts: decoding, (rows, tokens that each sees); prefix_rows: over one prefix; prefills: new
+        tokens of one row. These have `private_heads`.
       plan_rows: over one prefix.
       model, batches, context, steps: of the decode step: config.json, numbers of rows, tokens that
         each sees at first, passes of a turn.
@@ -51,6 +53,9 @@ class Scale:
     worker_heads: Heads
     history: int
     workers: Sequence[int]
+    contexts: Sequence[tuple[int, int]]
+    prefix_rows: Sequence[int]
+    prefills: Sequence[int]
     plan_rows: int
     model: Mapping[str, Any]
     batches: Sequence[int]
@@ -76,6 +81,9 @@ FULL = Scale(
     worker_heads=Heads(8, 5),
     history=16384,
     workers=(1, 2, 4),
+    contexts=((64, 2048), (8, 16384), (1, 131072)),
+    prefix_rows=(16, 64, 256, 1024),
+    prefills=(256, 1024, 4096, 8192),
     plan_rows=64,
     model=MODEL,
     batches=(1, 64),
@@ -107,6 +115,9 @@ TINY = Scale(
     worker_heads=Heads(1, 2, 16),
     history=50,
     workers=(2,),
+    contexts=((2, 40), (1, 64)),
+    prefix_rows=(2, 4),
+    prefills=(16, 32),
     plan_rows=4,
     model=MODEL
     | {

@@ -31,11 +31,12 @@ from scripts.bench.peer import Worker
 KERNELS = ("mosaic_gpu", "triton")
 BACKENDS = (*KERNELS, "xla")
 COPY, PRODUCT = "copy", "matrix product"
-JAX_XLA, JAX_CUDNN, PALLAS, SDPA = (
+JAX_XLA, JAX_CUDNN, PALLAS, SDPA, TOKAMAX = (
     "jax.nn, xla",
     "jax.nn, cudnn",
     "JAX's Pallas decode",
     "PyTorch SDPA",
+    "tokamax",
 )
 UNSHARED, UNROTATED = "unshared", "one row, not rotated"
 

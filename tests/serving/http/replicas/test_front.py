@@ -66,11 +66,11 @@ class ScriptedReplicas:
 
 
 @contextlib.contextmanager
-def fronted(replicas, **settings):
+def fronted(replicas, tracer=None, **settings):
     """Serves a front in a thread: (its client, itself, its server)."""
     listening = listen("127.0.0.1", 0)
     url = url_of(listening)
-    front = Front(replicas, ServerSettings(**{"model_names": ("tiny",), **settings}))
+    front = Front(replicas, ServerSettings(**{"model_names": ("tiny",), **settings}), tracer)
     server = DrainingServer(front, listening, create_front(front, is_local=True))
     front.on_failure = server.end
     thread = threading.Thread(target=server.serve_until_told)
