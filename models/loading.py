@@ -120,7 +120,7 @@ class LoadedModel:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What `module` takes in passes over a cache: `params`, and the matrices of adapters."""
+        """The variables of `module` in passes over a cache: `params`, and the matrices of adapters."""
         if self.adapters is None:
             return self.params
         return {**self.params, ADAPTERS: self.adapters.arrays}
