@@ -104,7 +104,7 @@ class Display:
         self.clock, self._stream, self._ticks = clock, stream, ticks
         self._lock = threading.RLock()
         self._works: list[Activity] = []
-        self._named: set[Activity] = set()
+        self._named: set[str] = set()
         self._sessions = self._plain = self._muted = 0
         self._is_drawn = self._has_thread = False
         self._last_line = clock()
@@ -134,7 +134,6 @@ class Display:
         with self._lock:
             if work in self._works:
                 self._works.remove(work)
-                self._named.discard(work)
                 if not self._works:
                     self._erase()
 
@@ -146,8 +145,8 @@ class Display:
                 self._erase()
             elif self._plain and self._is_terminal():
                 for work in due:
-                    if work not in self._named:
-                        self._named.add(work)
+                    if work.what not in self._named:
+                        self._named.add(work.what)
                         self._write(f"jaxshare: {work.what} ...\n")
             elif self._is_terminal():
                 width = shutil.get_terminal_size((80, 24)).columns - 1
@@ -182,10 +181,11 @@ class Display:
 
     @contextlib.contextmanager
     def lines(self, on: bool = True) -> Iterator[None]:
-        """Names each piece of work once, in a line of its own, where something else draws on the
+        """Names work once, in a line of its own, where something else draws on the
         terminal for the duration of a with statement."""
         with self._lock:
             self._erase()
+            self._named.clear()
             self._plain += on
         try:
             yield

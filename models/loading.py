@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,13 +31,12 @@ from jaxshare.models.adapters.adapter_params import AdapterParams
 from jaxshare.models.adapters.loaded import load_adapters, named_adapter
 from jaxshare.models.adapters.low_rank import ADAPTERS
 from jaxshare.models.adapters.places import Adapter, Adapters
+from jaxshare.models.beside_weights import generation_of, tokenizer_of, workers_of
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.config_fields import Fields, read_json
+from jaxshare.models.config_fields import Fields
 from jaxshare.models.fingerprint import bit_sums
 from jaxshare.models.generation_config import Generation
 from jaxshare.models.gguf import params as gguf_params
-from jaxshare.models.gguf.settings import sampling_of
-from jaxshare.models.gguf.tokenizer import tokenizer_of
 from jaxshare.models.layers import Decoder
 from jaxshare.models.packed import pack, unpack
 from jaxshare.models.partial_reads import PartialReader, can_be_read_in_parts
@@ -61,7 +59,6 @@ from jaxshare.models.tensor_parallel import (
     shard_param,
     shard_params,
 )
-from jaxshare.models.tokenizer_files import read_tokenizer, tried
 from jaxshare.quantised import is_quantised
 from jaxshare.quantised_cache import check_approximation
 from jaxshare.sharding import DATA, axis_size, data_groups
@@ -226,8 +223,8 @@ class LoadedModel:
     def fingerprint(self) -> str:
         """The identity of the model in saved files: a hash of its shape and its parameters' bits.
 
-        The same on every mesh; it differs between dtypes of the parameters, and with an adapter. Its first 32 digits do
-        not tell parameters from the same ones in another order: they are the whole fingerprint of
+        The same on every mesh; it differs between dtypes of the parameters, and with an adapter. Its
+        first 32 digits do not tell parameters from the same ones in another order: they are the whole fingerprint of
         files of former versions (`same_fingerprint`).
         """
         config = self.config_of_checkpoint
@@ -335,7 +332,7 @@ def load(
     source = opened(find(path, revision, FILES))
     fitted = source.config if mesh is None else fit(source.config, mesh)
     read, dtypes = _reader(source, fitted, mesh, check)
-    generation, tokenizer = _generation(source), _tokenizer(source)
+    generation, tokenizer = generation_of(source), tokenizer_of(source)
     if target_dtype is None:
         target_dtype = _checkpoint_dtype(source.settings, dtypes)
     params = read(target_dtype)
@@ -347,7 +344,7 @@ def load(
         params,
         tokenizer,
         generation,
-        _workers(source.place),
+        workers_of(source.place),
         mesh,
         fitted.num_kv_heads // source.config.num_kv_heads,
         os.fspath(path),
@@ -399,9 +396,9 @@ def outline(path: str | os.PathLike, revision: str | None = None) -> LoadedModel
     return LoadedModel(
         source.config,
         {},
-        _tokenizer(source),
-        _generation(source),
-        _workers(source.place),
+        tokenizer_of(source),
+        generation_of(source),
+        workers_of(source.place),
         name=os.fspath(path),
     )
 
@@ -432,27 +429,6 @@ def _checkpoint_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:
                 ) from error
     # float32 represents the other two exactly.
     return stored.pop() if len(stored) == 1 else jnp.dtype(jnp.float32)
-
-
-def _generation(source: Source) -> Generation:
-    file = source.place / "generation_config.json"
-    if not file.is_file() and source.gguf:
-        file, values = source.gguf.path, sampling_of(source.gguf)
-    else:
-        values = read_json(file) if file.is_file() else {}
-    return Generation.from_json(values, source.settings.values, str(file))
-
-
-def _tokenizer(source: Source) -> "Tokenizer | Any | None":
-    found, file = read_tokenizer(source.place), source.gguf
-    if found is not None or file is None:
-        return found
-    return tried(functools.partial(tokenizer_of, file), file.path)
-
-
-def _workers(folder: Path) -> dict[str, Any] | None:
-    file = folder / "workers.json"
-    return read_json(file) if file.is_file() else None
 
 
 __getattr__ = renamed(__name__, {"local_folder": "jaxshare.models.sources.local_folder"})

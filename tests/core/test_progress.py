@@ -170,10 +170,12 @@ def test_it_is_turned_off(kind, monkeypatch, value):
 
 def test_where_something_else_draws_each_work_is_named_once(kind):
     display, screen, clock = display_of(kind)
-    with display.lines(), display.begin("compiling the decode loop"):
-        for _ in range(3):
-            clock.now += 2
-            display.tick()
+    with display.lines():
+        for _ in range(2):  # a program is traced, lowered and compiled
+            with display.begin("compiling the decode loop"):
+                for _ in range(3):
+                    clock.now += 2
+                    display.tick()
     named = "jaxshare: compiling the decode loop ...\n"
     assert screen.said() == (named if kind == "terminal" else "")
 

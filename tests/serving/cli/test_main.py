@@ -13,6 +13,7 @@ import pytest
 from jaxshare import models, progress
 from jaxshare.serving.cli import main
 from tests.helpers import folder_of_first_layers
+from tests.paths import FIXTURES
 
 QUESTION = (
     "Solve these problems and return comma-separated answers \\boxed{answer1, ..., answer5}:\n"
@@ -191,6 +192,16 @@ def test_mistakes_get_one_sentence(capsys, broken, arguments, words):
     assert code != 0 and out == ""
     assert (
         err.startswith("jaxshare: error: ") and words in err and len(err.strip().splitlines()) == 1
+    )
+
+
+def test_a_missing_extra_is_one_sentence(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    file = str(FIXTURES / "gguf" / "tiny-Q4_K_M.gguf")
+    code, out, err = run(capsys, "generate", file, "--prompt", "x")
+    assert (code, out) == (1, "") and err == (
+        f"jaxshare: error: {file} is read with the package gguf, which is not installed: pip "
+        "install 'jaxshare[gguf]'\n"
     )
 
 
