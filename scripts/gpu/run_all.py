@@ -174,7 +174,7 @@ def without_gpu() -> str | None:
 
 
 class State:
-    """What has become of each part, in a file that is written after each."""
+    """The fate of each part, in a file that is written after each."""
 
     def __init__(self, file: Path):
         self._file, self._commit = file, current_commit()
@@ -280,7 +280,7 @@ def write(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def as_text(state: State) -> str:
-    """What became of the parts."""
+    """The fate of the parts."""
     rows = []
     for part in PARTS:
         found = state.parts.get(part.name)
