@@ -71,7 +71,7 @@ def test_there_are_fixtures():
     assert len(CASES) == 6, f"{FOLDER} lacks adapters: make them with scripts/fixtures"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, 2))
 def test_merged_weights_have_the_logits_of_peft(case):
     model, expected = loaded(case)
     adapter = models.load_adapter(FOLDER / case, model.config)
@@ -82,7 +82,7 @@ def test_merged_weights_have_the_logits_of_peft(case):
         np.testing.assert_allclose(logits, expected[name], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES))
+@pytest.mark.parametrize("case", mostly_slow(CASES, 1))
 def test_passes_over_a_cache_have_the_logits_of_peft(case):
     model, expected = loaded(case)
     served = model.with_adapters({"own": FOLDER / case}, max_adapters=3, max_rank=9)
@@ -169,6 +169,7 @@ def test_rows_with_several_adapters_and_none_in_one_pass():
         np.testing.assert_allclose(second[row], expected[40], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_packed_projections():
     packed = dataclasses.replace(MODEL, params=pack({"params": {**MODEL.params["params"]}}, TINY))
     served = packed.with_adapters(adapters()).using("large")
@@ -189,6 +190,7 @@ def test_bfloat16_is_as_far_from_float32_as_the_base_is():
     assert errors[1] < 2 * errors[0]
 
 
+@pytest.mark.slow
 def test_a_mesh_with_heads_and_mlp_split_and_kv_heads_repeated():
     mesh = make_mesh(tensor=4)
     served = MODEL.on(mesh).with_adapters(adapters())
@@ -200,7 +202,7 @@ def test_a_mesh_with_heads_and_mlp_split_and_kv_heads_repeated():
 
 
 @pytest.mark.parametrize(
-    "case", mostly_slow(["gptq_phi3", "bitsandbytes_nf4_llama", "fp8_tensors_llama"])
+    "case", mostly_slow(["gptq_phi3", "bitsandbytes_nf4_llama", "fp8_tensors_llama"], 0)
 )
 def test_beside_a_quantised_base(case):
     base = models.load(FIXTURES / "quantised" / case, dtype="float32")

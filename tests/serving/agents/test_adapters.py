@@ -24,6 +24,7 @@ def call(**options):
     )
 
 
+@pytest.mark.slow
 def test_an_engine_answers_with_it():
     base = one_layer()
     model = base.with_adapters({"a": random_adapter(base.config, 2, 3)})

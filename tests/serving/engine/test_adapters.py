@@ -118,6 +118,7 @@ def test_what_is_cached_is_of_one_adapter():
     check_memory(engine)
 
 
+@pytest.mark.slow
 def test_the_logits_cache_tells_adapters_apart():
     engine = SteppedWithAdapters(logits_cache=10**6, kept_logits=31)
     replayed = []
@@ -175,6 +176,7 @@ def test_one_is_replaced_and_what_is_under_way_goes_on_with_the_old_one():
     assert done(old).tokens == text("a", SHORT) and done(new).tokens == text("c", SHORT)
 
 
+@pytest.mark.slow
 def test_other_weights_of_the_base_keep_the_adapters():
     engine = SteppedWithAdapters()
     first = engine.submit(SHORT, adapter="a", max_new_tokens=12)
@@ -195,6 +197,7 @@ def test_other_weights_of_the_base_keep_the_adapters():
     assert done(second).reused_tokens == 0
 
 
+@pytest.mark.slow
 def test_few_rows_preempted_requests_and_several_threads():
     with Engine(SERVED, max_rows=ROWS, kv_bytes=512 * SIZE) as engine:
         engine.warm_up()
@@ -211,6 +214,7 @@ def test_few_rows_preempted_requests_and_several_threads():
         )
 
 
+@pytest.mark.slow
 def test_branches_with_an_adapter_alone_on_an_engine_and_below_a_prefix():
     prompts = [list(LONG), list(LONG[:60] + SHORT), list(LONG)]
     how = {"max_new_tokens": 12, "sampler": Sampler()}
@@ -231,6 +235,7 @@ def test_branches_with_an_adapter_alone_on_an_engine_and_below_a_prefix():
         assert [c.tokens for c in found.completions] == expected
 
 
+@pytest.mark.slow
 def test_workers_with_an_adapter_alone_beside_others_and_saved(tmp_path):
     base = one_layer()
     adapter = random_adapter(base.config, 2, 5)
@@ -273,6 +278,7 @@ def test_workers_with_an_adapter_alone_beside_others_and_saved(tmp_path):
             Workers.restore(engine.model.using("b"), tmp_path, engine=engine)
 
 
+@pytest.mark.slow
 def test_an_engine_without_adapters_runs_the_programs_of_a_model_without():
     """The inputs of a pass have no more leaves than before, so that it is the same program."""
     engine = SteppedWithAdapters(MODEL)

@@ -45,6 +45,7 @@ def names(made):
     return {each["id"]: each.get("parent") for each in made.http.get("/v1/models").json()["data"]}
 
 
+@pytest.mark.slow
 def test_requests_name_adapters_which_are_loaded_and_unloaded(folder):
     model = one_layer().with_adapters({"first": folder / "first"}, max_adapters=2)
     with (
