@@ -1,4 +1,4 @@
-"""Names that have changed. The old ones work in version 0.1, with a
+"""Names that have changed. The old ones work in version 0.2, with a
 DeprecationWarning that says what to write instead.
 
 `MODULES` maps the modules that have moved, `NAMES` the classes and functions that are called

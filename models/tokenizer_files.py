@@ -12,7 +12,7 @@ from jaxshare.models.config_fields import ConfigError, first_line
 if TYPE_CHECKING:
     from jaxshare.models.tokenizer import Tokenizer
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def read_tokenizer(folder: Path) -> "Tokenizer | Any | None":
