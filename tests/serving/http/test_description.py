@@ -25,6 +25,7 @@ _UNKNOWN = {
     *("GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel", "POST /v1/batches"),
     *("GET /v1/models/{name}", "GET /v1/trees/{name}", "DELETE /v1/trees/{name}"),
     *("POST /v1/workers/saves/{identity}/restore", "DELETE /v1/workers/saves/{identity}"),
+    "POST /v1/weights",
 }
 """Operations on what has to be there under a name."""
 
