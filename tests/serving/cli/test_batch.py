@@ -69,6 +69,8 @@ def model(tokenizer=Tokenizer, *, fingerprint="one", dtype="float32", stop_token
         dtype=jnp.dtype(dtype),
         fingerprint=fingerprint,
         approximate_kv=None,
+        adapters=None,
+        adapter=None,
         generation=Generation(stop_tokens, Sampler(**{"temperature": 0.5, "top_k": 7, **sampling})),
     )
 

@@ -470,6 +470,8 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
         dtype=np.dtype(np.float32),
         fingerprint="one",
         approximate_kv=None,
+        adapters=None,
+        adapter=None,
         tokenizer=None,
     )
     run.model, run.folder, run.out = model, folder, folder / "out"
