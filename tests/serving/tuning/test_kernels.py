@@ -144,7 +144,7 @@ def test_the_table_that_is_printed(capsys, clock, folder):
         ["mosaic_gpu", "64", "private", "101.0", "50.5"],
     ]
     assert (
-        rows[1].endswith("tile 64, stages 5, query stages 1")
+        rows[1].endswith("tile 64, stages 5, query stages 1, code stages 1")
         and kept == f"kept in {folder / 'tiles.json'}"
     )
     assert (
