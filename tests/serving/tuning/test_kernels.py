@@ -148,8 +148,8 @@ def test_the_table_that_is_printed(capsys, clock, folder):
         and kept == f"kept in {folder / 'tiles.json'}"
     )
     assert (
-        "left out: mosaic_gpu, tile 128, stages 2, query stages 1 and 2 more: RuntimeError: ptxas: "
-        "too many registers\n" in err
+        "left out: mosaic_gpu, tile 128, stages 2, query stages 1, code stages 1 and 2 more: "
+        "RuntimeError: ptxas: too many registers\n" in err
     )
     assert {job.effort for job, _, _ in clock.jobs} == {kernels.QUICK}
 
