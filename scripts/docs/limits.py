@@ -186,22 +186,22 @@ LIMITS: dict[str, Sequence[Limit]] = {
     "Templates and files": (
         Limit(
             "time to render a chat template",
-            "serving.chat_template:RENDER_SECONDS",
+            "models.chat_rendering:RENDER_SECONDS",
             "",
             "refused",
             "seconds",
         ),
         Limit(
             "memory of the process that renders",
-            "serving.chat_template:_MEMORY_BYTES",
+            "models.chat_rendering:_MEMORY_BYTES",
             "",
             "refused",
             "bytes",
         ),
-        Limit("characters of a template", "serving.chat_template:_MAX_TEMPLATE", "", "refused"),
+        Limit("characters of a template", "models.chat_rendering:_MAX_TEMPLATE", "", "refused"),
         Limit(
             "characters of a rendered prompt",
-            "serving.chat_template:_MAX_CHARACTERS",
+            "models.chat_rendering:_MAX_CHARACTERS",
             "",
             "refused",
         ),

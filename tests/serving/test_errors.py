@@ -22,7 +22,8 @@ from jaxshare.models import EMBEDDED, CheckpointError, LoadedModel, load
 from jaxshare.serving import Branch, Branches, Completion, Prefixes, Workers, generate
 from jaxshare.serving.cli.main import main
 from jaxshare.serving.engine import Engine, NotANumberError
-from jaxshare.serving.evaluation.runs import execute, run_specs
+from jaxshare.serving.evaluation.execution import execute
+from jaxshare.serving.evaluation.runs import run_specs
 from jaxshare.serving.evaluation.tasks import Problem
 from tests.helpers import folder_of_first_layers
 from tests.serving.workers.test_session import CHAT

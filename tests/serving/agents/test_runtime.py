@@ -493,6 +493,7 @@ def test_options_come_to_the_model():
         "top_k": 7,
         "top_p": 0.9,
         "min_p": 0.1,
+        "adapter": None,
     }
 
 

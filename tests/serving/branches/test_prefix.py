@@ -266,8 +266,8 @@ def test_a_prefix_belongs_to_its_model_and_brings_its_own_room(store):
     with store.add(BOOK) as book:
         with pytest.raises(
             ValueError,
-            match="the prefix was prefilled by another model; give the model that its store was "
-            "made with",
+            match="the prefix was prefilled by another model, or with another adapter; give the "
+            "model that its store was made with",
         ):
             generate(other, FIRST, prefix=book)
         with pytest.raises(ValueError, match="max_kv_bytes and prefix are both given"):

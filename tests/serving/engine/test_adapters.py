@@ -136,10 +136,23 @@ def test_the_logits_cache_tells_adapters_apart():
 
 
 def test_adapters_come_and_go_while_requests_run_and_nothing_is_compiled():
+    # Another engine compiles for a schedule of the same shapes, and for one adapter of another rank.
+    warm = SteppedWithAdapters()
+    first = warm.submit(SHORT, adapter="b", max_new_tokens=12)
+    warm.step()
+    warm.step()
+    warm.add_adapter("e", ADAPTERS["a"])
+    warm.submit(SHORT, adapter="a", max_new_tokens=12)
+    warm.settle()
+    assert done(first).tokens == text("b", SHORT)
+    warm.submit(SHORT, adapter="e", max_new_tokens=12)
+    warm.settle()
     engine = SteppedWithAdapters()
     engine.submit(SHORT, adapter="a", max_new_tokens=12)
     engine.submit(LONG, max_new_tokens=12)
     engine.settle()
+    for name in "bc":  # by the oracle, which is compiled too
+        text(name, SHORT)
     compiled = compile_seconds()
     running = engine.submit(SHORT, adapter="b", max_new_tokens=12)
     engine.step()

@@ -294,7 +294,9 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path):
 def test_nothing_is_compiled_again():
     with Engine(MODEL, max_rows=4) as engine:
         first = engine.submit(PROMPT, max_new_tokens=8).wait().tokens
-        engine.update_params(NEW)  # compiles what checks and copies
+        # These compile what checks and copies, into new memory and into that of former ones.
+        for params in (NEW, OLD, jax.tree.map(np.asarray, NEW)):
+            engine.update_params(params)
         engine.submit(PROMPT, max_new_tokens=8).wait()
         compiled = []
         name = "/jax/core/compile/backend_compile_duration"

@@ -73,7 +73,7 @@ def session():
         tokens[row, : len(fed[name])], count[row] = fed[name], len(fed[name])
         listed[row] = [BLOCKS.index(b) for b in SEES[name]]
     stand_in = types.SimpleNamespace(
-        model=types.SimpleNamespace(module=MODEL, params=tiny_params()),
+        model=types.SimpleNamespace(module=MODEL, variables=tiny_params()),
         names=("Alice", "Bob"),
         blocks=BLOCKS,
         cache=cache,
