@@ -1,6 +1,5 @@
 """Products of a few rows, each of which goes over a matrix with the vector unit."""
 
-import functools
 from collections.abc import Callable
 
 from llvmlite import ir
@@ -44,22 +43,19 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
     x, rows, width, kernel, count, y, stride = code.args
 
     def for_all_rows(output: Val, outputs: int) -> None:
-        lines = [kernel + (output + o) * width * BYTES[kind] for o in range(outputs)]
-
-        def block(row: Val, taken: int, fetch: bool = False) -> None:
-            given = [x + (row + r) * width * BYTES[kind] for r in range(taken)]
-            sums = dots(code, kind, lines, given, width, fetch=fetch)
+        def block(row: Val, taken: int) -> None:
+            sums = dots(
+                code,
+                kind,
+                [kernel + (output + o) * width * BYTES[kind] for o in range(outputs)],
+                [x + (row + r) * width * BYTES[kind] for r in range(taken)],
+                width,
+            )
             for r, per_output in enumerate(sums):
                 place = y + ((row + r) * stride + output) * BYTES[result]
                 code.store(code.narrowed(quarter_sums(per_output), result), place)
 
-        # Lines that come next are asked for once, with the first rows.
-        first = block_size(code)
-        with code.where(rows >= first):
-            block(code.constant(0), first, fetch=True)
-            for_row_blocks(code, rows, block, first)
-        with code.where(rows < first):
-            for_row_blocks(code, rows, functools.partial(block, fetch=True))
+        for_row_blocks(code, rows, block)
 
     for_outputs(code, count, for_all_rows)
     code.give()
@@ -75,19 +71,11 @@ def for_outputs(code: Code, count: Val, body: Callable[[Val, int], None]) -> Non
         body(output, 1)
 
 
-def block_size(code: Code) -> int:
-    """The rows at once for which registers hold sums."""
-    return 4 if code.machine.registers >= 32 else 2
-
-
-def for_row_blocks(
-    code: Code, rows: Val, block: Callable[[Val, int], None], first: int = 0
-) -> None:
-    """Writes block(row, taken) for all rows from the first on, as many at once as registers hold sums
-    for."""
-    most = block_size(code)
+def for_row_blocks(code: Code, rows: Val, block: Callable[[Val, int], None]) -> None:
+    """Writes block(row, taken) for all rows, as many at once as registers hold sums for."""
+    most = 4 if code.machine.registers >= 32 else 2
     many = rows // most * most
-    with code.loop(first, many, most) as row:
+    with code.loop(0, many, most) as row:
         block(row, most)
     left = most // 2
     done = many
@@ -109,7 +97,8 @@ def dots(
 ) -> list[list[Val]]:
     """The products of each row with each line of a matrix: vectors that are still to be summed.
 
-    With `fetch` the lines that come next are brought to the caches.
+    With `fetch` the lines that come next are brought to the caches. Processors drop requests where
+    many are open, so that asking again with each block of rows pays where a matrix comes from memory.
     """
     machine = code.machine
     pairs = kind == BF16 and machine.dots_bf16
