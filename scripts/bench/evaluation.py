@@ -198,9 +198,7 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> Any:
     parser = Parser(prog="scripts.bench.evaluation", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
-    )
+    parser.add_models(MODELS)
     parser.add_argument("--quick", action="store_true", help="within three minutes on two cores")
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help="runs at the same time (default: as chosen)"
@@ -209,9 +207,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
     parser.add_argument("--seed", type=int, default=0, help="of problems' texts and of calls")
     parser.reporting()
     given = parser.parse_args(arguments)
-    given.models = parser.some_of(
-        "--models", given.models or ("embedded" if given.quick else ",".join(MODELS)), MODELS
-    )
+    given.models = parser.chosen_models(given, MODELS)
     for name in ("concurrency", "budget"):
         value = getattr(given, name)
         if value is not None and not 1 <= value <= 4096:

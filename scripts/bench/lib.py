@@ -83,6 +83,17 @@ class Parser(argparse.ArgumentParser):
             )
         return found
 
+    def add_models(self, known: Sequence[str]) -> None:
+        """Adds --models, some of those of a benchmark; see `chosen_models`."""
+        self.add_argument(
+            "--models", metavar="M,M", help=f"of {','.join(known)} (default both; quick embedded)"
+        )
+
+    def chosen_models(self, given: argparse.Namespace, known: Sequence[str]) -> tuple[str, ...]:
+        """The models that --models names: by default all, with --quick the embedded one."""
+        default = "embedded" if given.quick else ",".join(known)
+        return self.some_of("--models", given.models or default, known)
+
     def check_output(self, output: Path | None) -> None:
         """Ends the program where --output, if it was given, names nothing that can be written."""
         if output is not None and (why := paths.unwritable_file(output)):

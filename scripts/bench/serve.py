@@ -297,18 +297,14 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> Any:
     parser = Parser(prog="scripts.bench.serve", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
-    )
+    parser.add_models(MODELS)
     parser.add_argument("--quick", action="store_true", help="within three minutes on two cores")
     parser.add_argument("--llama-server", metavar="PROGRAM", help="llama.cpp's server, for the mix")
     parser.add_argument("--llama-python", metavar="PYTHON", default=".venv-llama/bin/python")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
     parser.reporting()
     given = parser.parse_args(arguments)
-    given.models = parser.some_of(
-        "--models", given.models or ("embedded" if given.quick else ",".join(MODELS)), MODELS
-    )
+    given.models = parser.chosen_models(given, MODELS)
     if given.seed < 0:
         parser.error(f"--seed is {given.seed}, but it must be at least 0")
     parser.check_output(given.output)

@@ -15,7 +15,6 @@ it would have; to rounding, since the rows of an engine's passes are those that 
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -45,7 +44,7 @@ from scripts.train.reward.policy_gradient import (
     score,
 )
 from scripts.train.reward.practice import AloneTask, Practice, RewardTask, TeamTask
-from scripts.train.training import SavedRun, empty_sums, keep_memory, optimizer_of, update
+from scripts.train.training import SavedRun, empty_sums, optimizer_of, run_command, update
 
 _KEPT = (
     "model",
@@ -323,17 +322,7 @@ class _Trainer:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    args, parser = parse(argv)
-    keep_memory()
-    try:
-        result = train(args)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
-    print(
-        json.dumps(result)
-        if args.json
-        else "\n".join(f"{name}: {value}" for name, value in result.items())
-    )
+    run_command(*parse(argv), train)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line of the training of workers."""
+"""The command line of the training of workers, and what others have in common with it."""
 
 import argparse
 from collections.abc import Sequence
@@ -16,6 +16,41 @@ VOCAB_SIZE = 512
 POSITIONS = 8192
 """The context of such a model: six workers have room in it for steps of the length that sessions
 provide for."""
+
+
+def add_run_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int,
+    optimizer: str,
+    learning_rate: float,
+    tokens: int,
+) -> None:
+    """Adds what all trainings have whose runs are saved, with these defaults."""
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the run in --run-dir, if there is one"
+    )
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument(
+        "--minutes", type=float, help="stop after so long, before the last step; --resume goes on"
+    )
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default=optimizer)
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
+    parser.add_argument(
+        "--dtype",
+        choices=[*DTYPES],
+        default="f32",
+        help="of computation and export; parameters are trained in float32",
+    )
+    parser.add_argument("--tokens", type=int, default=tokens, help="of a batch")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-seconds", type=float, default=120.0)
+    parser.add_argument(
+        "--log-seconds", type=float, default=0.5, help="seconds between updates of the progress bar"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print what came of it as one JSON object"
+    )
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
@@ -41,24 +76,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
         type=int,
         help="positions that the exported model is to take; default those of the one before",
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the run in --run-dir, if there is one"
-    )
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument(
-        "--minutes", type=float, help="stop after so long, before the last step; --resume goes on"
-    )
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--learning-rate", type=float, default=0.01)
-    parser.add_argument(
-        "--dtype",
-        choices=[*DTYPES],
-        default="f32",
-        help="of computation and export; parameters are trained in float32",
-    )
+    add_run_arguments(parser, steps=3000, optimizer="muon", learning_rate=0.01, tokens=2048)
     parser.add_argument("--accumulate", type=int, default=2, help="batches of a step")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--processes",
         type=int,
@@ -77,13 +96,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
         type=lambda text: [*map(int, text.split(","))],
         default=[1, 2, 4],
         help="numbers of them to measure",
-    )
-    parser.add_argument("--save-seconds", type=float, default=120.0)
-    parser.add_argument(
-        "--log-seconds", type=float, default=0.5, help="seconds between updates of the progress bar"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print what came of it as one JSON object"
     )
     args = parser.parse_args(argv)
     for name in (

@@ -53,7 +53,7 @@ from scripts.train.embedded_files import architecture, export, export_like
 from scripts.train.lessons import MOST_WORKERS, Batch, Shape, stream
 from scripts.train.options import DTYPES, POSITIONS, VOCAB_SIZE, parse
 from scripts.train.pair_attention import logits
-from scripts.train.training import SavedRun, empty_sums, keep_memory, optimizer_of, update
+from scripts.train.training import SavedRun, empty_sums, optimizer_of, run_command, update
 
 QUESTION = " Am I redundant?"
 """What a worker is asked where the model's own texts do not ask."""
@@ -366,17 +366,7 @@ def _said(run: Run) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args, parser = parse(argv)
-    keep_memory()
-    try:
-        result = train(args)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
-    print(
-        json.dumps(result)
-        if args.json
-        else "\n".join(f"{name}: {value}" for name, value in result.items())
-    )
+    run_command(*parse(argv), train)
 
 
 if __name__ == "__main__":

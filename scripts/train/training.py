@@ -5,7 +5,8 @@ import argparse
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,21 @@ def keep_memory() -> None:
             (_M_TOP_PAD, 2**29),
         ):
             libc.mallopt(parameter, value)
+
+
+def run_command(
+    args: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    train: Callable[[argparse.Namespace], Mapping[str, Any]],
+) -> None:
+    """Trains as a command line says, and prints the result; ends the program where it cannot."""
+    keep_memory()
+    try:
+        result = train(args)
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    print(
+        json.dumps(result)
+        if args.json
+        else "\n".join(f"{name}: {value}" for name, value in result.items())
+    )

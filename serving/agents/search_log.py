@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxshare.extras import MissingExtraError
+from jaxshare.extras import figure_class
 from jaxshare.models.config_fields import first_line
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
@@ -441,10 +441,4 @@ def _draw_firings(ax: "Axes", row: int, run: LoggedRun) -> None:
 
 def empty_figure(width: float, height: float) -> "Figure":
     """A figure of this size in inches; an ImportError where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure  # here, because only pictures need it
-    except ImportError as error:
-        raise MissingExtraError(
-            "pictures are drawn with matplotlib, which is not installed", "plot"
-        ) from error
-    return Figure(figsize=(width, height), dpi=90, layout="constrained")
+    return figure_class()(figsize=(width, height), dpi=90, layout="constrained")

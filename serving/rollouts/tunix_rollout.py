@@ -21,6 +21,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxshare import Sampler
+from jaxshare.extras import MissingExtraError
 from jaxshare.models import Decoder, Generation, LoadedModel, ModelConfig
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.branches.prompt_tree import Branch
@@ -35,9 +36,8 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "tunix":
         raise
-    raise ImportError(
-        "TunixRollout takes the package google-tunix, which is not installed: pip install "
-        "'jaxshare[tunix]'"
+    raise MissingExtraError(
+        "TunixRollout takes the package google-tunix, which is not installed", "tunix"
     ) from None
 
 

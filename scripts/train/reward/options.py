@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxshare.paths import check_folder
-from scripts.train.options import DTYPES
+from scripts.train.options import add_run_arguments
 from scripts.train.reward.exercises import PARAGRAPH_TOKENS
 from scripts.train.reward.policy_gradient import VARIANTS
 
@@ -41,13 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
     parser.add_argument(
         "--out", type=Path, default=Path("runs/grpo-model"), help="the best model so far"
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the run in --run-dir, if there is one"
-    )
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument(
-        "--minutes", type=float, help="stop after so long, before the last step; --resume goes on"
-    )
+    add_run_arguments(parser, steps=400, optimizer="adamw", learning_rate=5e-4, tokens=1280)
     parser.add_argument("--prompts", type=int, default=24, help="groups of a step")
     parser.add_argument("--samples", type=int, default=16, help="samples of a group")
     parser.add_argument(
@@ -57,8 +51,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
         help="samples of a group that are learned from: those whose rewards vary most",
     )
     parser.add_argument("--updates", type=int, default=1, help="updates by the samples of a step")
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="adamw")
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--variant", choices=VARIANTS, default=VARIANTS[0])
     parser.add_argument("--clip-low", type=float, default=0.2)
     parser.add_argument("--clip-high", type=float, default=0.2)
@@ -77,26 +69,11 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
         help="or module:function, which takes an exercise and a text (with workers: a problem and "
         "a result) and returns a number",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=[*DTYPES],
-        default="f32",
-        help="of computation and export; parameters are trained in float32",
-    )
-    parser.add_argument("--tokens", type=int, default=1280, help="of a batch")
     parser.add_argument("--rows", type=int, default=64, help="of the engine that samples")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--evaluate-every", type=int, default=20, help="steps between measurements; 0 for none"
     )
     parser.add_argument("--problems", type=int, default=64, help="held-out problems")
-    parser.add_argument("--save-seconds", type=float, default=120.0)
-    parser.add_argument(
-        "--log-seconds", type=float, default=0.5, help="seconds between updates of the progress bar"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print what came of it as one JSON object"
-    )
     args = parser.parse_args(argv)
     if error := _wrong(args):
         parser.error(error)

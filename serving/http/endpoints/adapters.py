@@ -12,7 +12,7 @@ from starlette.responses import Response
 from jaxshare.models import AdapterError
 from jaxshare.serving.http.answers import json_response, service_of
 from jaxshare.serving.http.errors import ApiError, bad_request
-from jaxshare.serving.http.generation.fields import Body
+from jaxshare.serving.http.generation.fields import Body, FolderName
 from jaxshare.serving.http.service import Service
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -25,7 +25,7 @@ class LoadAdapterFields(Body):
     """The body of POST /v1/load_lora_adapter."""
 
     lora_name: AdapterName
-    lora_path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+    lora_path: FolderName
     load_inplace: bool = False
 
 

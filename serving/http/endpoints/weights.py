@@ -14,7 +14,7 @@ from jaxshare.models.safetensors_files import CheckpointError
 from jaxshare.serving.cluster.model_spec import shortened
 from jaxshare.serving.http.answers import json_response, service_of
 from jaxshare.serving.http.errors import ApiError, bad_request
-from jaxshare.serving.http.generation.fields import Body
+from jaxshare.serving.http.generation.fields import Body, FolderName
 from jaxshare.serving.http.service import Service
 
 PATH = "/v1/weights"
@@ -24,7 +24,7 @@ router = APIRouter()
 class WeightsFields(Body):
     """The body of POST /v1/weights."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+    name: FolderName
     running: Literal["finish", "restart", "continue"] = "finish"
     version: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     timeout: Annotated[float, Field(ge=0, le=86_400, strict=False)] | None = 600.0

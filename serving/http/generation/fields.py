@@ -21,6 +21,8 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Text = Annotated[str, Field(min_length=1)]
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+"""The name of a folder in one of the server's, which leads nowhere else."""
 
 
 class Body(BaseModel):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxshare.extras import MissingExtraError
+from jaxshare.extras import figure_class
 from jaxshare.serving.workers.inspection.probe import Snapshot
 
 if TYPE_CHECKING:
@@ -96,13 +96,7 @@ def attention_picture(snapshot: Snapshot) -> "Figure":
 
 
 def _figure(height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure  # here, because only pictures need it
-    except ImportError as error:
-        raise MissingExtraError(
-            "pictures are drawn with matplotlib, which is not installed", "plot"
-        ) from error
-    return Figure(figsize=(9.0, height), dpi=90, layout="constrained")
+    return figure_class()(figsize=(9.0, height), dpi=90, layout="constrained")
 
 
 def _styles(snapshot: Snapshot) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,47 @@ TOLERANCE = {jnp.bfloat16: 4e-2, jnp.float16: 6e-3}
 """Absolute, for values of unit variance: keys, queries and weights are rounded to 2**-9 and 2**-12,
 and scores reach 4."""
 
+DECODE = Shape(
+    rows=3,
+    width=1,
+    listed=3,
+    blocks=4,
+    heads=4,
+    kv_heads=2,
+    dim=64,
+    arena=1536,
+    rotary=64,
+    dtype=jnp.bfloat16,
+)
+"""Narrow segments only: 6 queries at most."""
+WIDE = Shape(
+    rows=5,
+    width=1,
+    listed=2,
+    blocks=6,
+    heads=16,
+    kv_heads=1,
+    dim=64,
+    arena=1024,
+    rotary=64,
+    dtype=jnp.bfloat16,
+)
+"""Blocks that all rows see have 80 queries, more than one warpgroup takes."""
+PENDING = Shape(
+    rows=1,
+    width=33,
+    listed=3,
+    blocks=4,
+    heads=4,
+    kv_heads=1,
+    dim=80,
+    arena=1024,
+    rotary=40,
+    factor=1.2,
+    dtype=jnp.float16,
+)
+"""132 queries a row: its own block is read in two segments, causally; half of each head is
+rotated, and a head is no power of two, so that its codes have no swizzling."""
 LATENT = Shape(
     rows=2,
     width=1,

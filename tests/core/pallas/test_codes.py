@@ -14,7 +14,15 @@ from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.tiles import MosaicTiles, use_tiles
 from jaxshare.quantised_cache import as_stored, empty_arena
 from tests.core.attention.test_attention import Case, Shape, cases, place
-from tests.core.pallas.interpreted import LATENT, SOME_LENGTHS, TOLERANCE, case
+from tests.core.pallas.interpreted import (
+    DECODE,
+    LATENT,
+    PENDING,
+    SOME_LENGTHS,
+    TOLERANCE,
+    WIDE,
+    case,
+)
 from tests.core.test_quantised_cache import attention_in_numpy
 from tests.helpers import TINY, Scoring, mostly_slow
 
@@ -24,35 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
 INTERPRETED = Device("interpreted", 90, multiprocessors=3, interpret=True)
 ROPE = Rope(tuple(1e4 ** -(np.arange(0, 40, 2) / 40)), 1.1)
 HEADS, KV_HEADS = 4, 2
-DECODE = Shape(
-    rows=3,
-    width=1,
-    listed=3,
-    blocks=4,
-    heads=4,
-    kv_heads=2,
-    dim=64,
-    arena=1536,
-    rotary=64,
-    dtype=jnp.bfloat16,
-)
-"""Narrow segments only, as in test_mosaic_gpu."""
-WIDE = dataclasses.replace(DECODE, rows=5, listed=2, blocks=6, heads=16, kv_heads=1, arena=1024)
-"""Blocks that all rows see have more queries than a warpgroup takes."""
-PENDING = Shape(
-    rows=1,
-    width=33,
-    listed=3,
-    blocks=4,
-    heads=4,
-    kv_heads=1,
-    dim=80,
-    arena=1024,
-    rotary=40,
-    factor=1.2,
-    dtype=jnp.float16,
-)
-"""Many tokens of one row, and heads whose codes have no swizzling."""
 
 
 def filled(format: str, dim: int) -> tuple[KVCache, jax.Array]:

@@ -22,53 +22,20 @@ from jaxshare.pallas.kernel_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.tiles import MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
-from tests.core.pallas.interpreted import LATENT, SOME_LENGTHS, TOLERANCE, case, compare
+from tests.core.pallas.interpreted import (
+    DECODE,
+    LATENT,
+    PENDING,
+    SOME_LENGTHS,
+    TOLERANCE,
+    WIDE,
+    case,
+    compare,
+)
 from tests.helpers import Scoring, mostly_slow
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 """Two work items, so that most cuts fall inside blocks."""
-
-DECODE = Shape(
-    rows=3,
-    width=1,
-    listed=3,
-    blocks=4,
-    heads=4,
-    kv_heads=2,
-    dim=64,
-    arena=1536,
-    rotary=64,
-    dtype=jnp.bfloat16,
-)
-"""Narrow segments only: 6 queries at most."""
-WIDE = Shape(
-    rows=5,
-    width=1,
-    listed=2,
-    blocks=6,
-    heads=16,
-    kv_heads=1,
-    dim=64,
-    arena=1024,
-    rotary=64,
-    dtype=jnp.bfloat16,
-)
-"""Blocks that all rows see have 80 queries, more than one warpgroup takes."""
-PENDING = Shape(
-    rows=1,
-    width=33,
-    listed=3,
-    blocks=4,
-    heads=4,
-    kv_heads=1,
-    dim=80,
-    arena=1024,
-    rotary=40,
-    factor=1.2,
-    dtype=jnp.float16,
-)
-"""132 queries a row: its own block is read in two segments, causally; half of each head is
-rotated, and a head is no power of two."""
 
 
 def check(shape: Shape, case: Case, device: Device = INTERPRETED) -> None:

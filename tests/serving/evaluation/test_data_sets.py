@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.serving.evaluation import Mathematician, Run, load_task, run_tests, scoring
+from jaxshare.serving.evaluation import Run, load_task, run_tests, scoring
 from jaxshare.serving.evaluation.data_sets.programs import unpickled_text
 from jaxshare.serving.evaluation.problems import Problem
 from tests.paths import ROOT
@@ -135,13 +135,6 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 # the comparison of answers
-
-
-@pytest.fixture(scope="module")
-def mathematician():
-    pytest.importorskip("math_verify")
-    with Mathematician() as made:
-        yield made
 
 
 @pytest.mark.parametrize(

@@ -478,13 +478,6 @@ def test_limits_are_more_than_nothing(limits):
 # mathematics
 
 
-@pytest.fixture(scope="module")
-def mathematician():
-    pytest.importorskip("math_verify")
-    with Mathematician() as made:
-        yield made
-
-
 @pytest.mark.parametrize(
     ("reference", "answer", "same"),
     [

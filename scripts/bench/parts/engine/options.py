@@ -55,9 +55,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         prog="scripts.bench.engine",
         description="Engine under load: against the raw decode loop and against batches of calls.",
     )
-    parser.add_argument(
-        "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
-    )
+    parser.add_models(MODELS)
     parser.add_argument(
         "--rows", type=int, metavar="N", help="calls at a time (default 16; quick 8)"
     )
@@ -85,9 +83,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
     parser.reporting()
     given = parser.parse_args(arguments)
-    models = parser.some_of(
-        "--models", given.models or ("embedded" if given.quick else ",".join(MODELS)), MODELS
-    )
+    models = parser.chosen_models(given, MODELS)
     for name, value in (
         ("--rows", given.rows),
         ("--rounds", given.rounds),

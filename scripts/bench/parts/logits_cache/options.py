@@ -143,9 +143,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         prog="scripts.bench.logits_cache",
         description="The value of the Logits Cache for repeated prompts.",
     )
-    parser.add_argument(
-        "--models", metavar="M,M", help=f"of {','.join(MODELS)} (default both; quick embedded)"
-    )
+    parser.add_models(MODELS)
     parser.add_argument("--tasks", metavar="T,T", help=f"of {','.join(TASKS)} (default both)")
     parser.add_argument(
         "--supervisors", metavar="S,S", help=f"of {','.join(SUPERVISORS)} (default all)"
@@ -212,9 +210,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--seed", type=int, default=0, help="of weights, puzzles and answers")
     parser.reporting()
     given = parser.parse_args(arguments)
-    models = parser.some_of(
-        "--models", given.models or ("embedded" if given.quick else ",".join(MODELS)), MODELS
-    )
+    models = parser.chosen_models(given, MODELS)
     tasks = parser.some_of("--tasks", given.tasks or ",".join(TASKS), TASKS)
     supervisors = parser.some_of(
         "--supervisors", given.supervisors or ",".join(SUPERVISORS), SUPERVISORS
