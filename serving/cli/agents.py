@@ -51,15 +51,6 @@ _WAITS = 3
 """The exit code of a run that waits for persons."""
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits off the words after a `--` of `agents run`, which are for the agent's file."""
-    given = [*words]
-    if [word for word in given if word != "--debug"][:2] == ["agents", "run"] and "--" in given:
-        end = given.index("--")
-        return given[:end], given[end + 1 :]
-    return given, []
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jaxshare agents`."""
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -3,101 +3,87 @@
 import argparse
 import contextlib
 import gc
+import itertools
 import select
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from jaxshare import __version__, compile_cache, progress
 from jaxshare.compile_time import reported_compiles
 from jaxshare.extras import MissingExtraError
 from jaxshare.paths import DISK_ERRORS, WriteError
-from jaxshare.serving.cli import (
-    agents,
-    batch,
-    calibrate,
-    convert,
-    demo,
-    doctor,
-    generate,
-    inspect,
-    score,
-    serve,
-    tune,
-    workers,
-)
-from jaxshare.serving.cli.evaluation import evaluate, judge, rescore
 from jaxshare.serving.errors import SamplingError
 
 _NEW_OBJECTS = 50_000
 """Objects that Python makes before it looks for garbage: imports and tracing make many that stay, and
 looking for it took 8 % of the time until the first text."""
 
-_COMMANDS = (
-    ("demo", demo, "one model as two workers and as sixteen branches over one shared cache"),
-    (
-        "generate",
-        generate,
+_COMMANDS = {
+    "demo": (
+        lambda: import_module("jaxshare.serving.cli.demo"),
+        "one model as two workers and as sixteen branches over one shared cache",
+    ),
+    "generate": (
+        lambda: import_module("jaxshare.serving.cli.generate"),
         "sample completions of a prompt, which is stored and read once for all of them",
     ),
-    (
-        "score",
-        score,
+    "score": (
+        lambda: import_module("jaxshare.serving.cli.score"),
         "log-probabilities of candidates that may continue a text, which is read once for all of them",
     ),
-    (
-        "workers",
-        workers,
+    "workers": (
+        lambda: import_module("jaxshare.serving.cli.workers"),
         "solve a problem with several workers that read each other's words as they are written",
     ),
-    (
-        "batch",
-        batch,
+    "batch": (
+        lambda: import_module("jaxshare.serving.cli.batch"),
         "complete the prompts of a file, each n times, and share what they have in common",
     ),
-    ("serve", serve, "serve a model over HTTP to every client of OpenAI's interface"),
-    ("evaluate", evaluate, "measure accuracy against the budget of forward passes"),
-    ("rescore", rescore, "mark the runs of an evaluation again, without running any"),
-    (
-        "judge",
-        judge,
+    "serve": (
+        lambda: import_module("jaxshare.serving.cli.serve"),
+        "serve a model over HTTP to every client of OpenAI's interface",
+    ),
+    "evaluate": (
+        lambda: import_module("jaxshare.serving.cli.evaluation.evaluate"),
+        "measure accuracy against the budget of forward passes",
+    ),
+    "rescore": (
+        lambda: import_module("jaxshare.serving.cli.evaluation.rescore"),
+        "mark the runs of an evaluation again, without running any",
+    ),
+    "judge": (
+        lambda: import_module("jaxshare.serving.cli.evaluation.judge"),
         "have a model grade how well the workers of an evaluation worked together",
     ),
-    (
-        "agents",
-        agents,
+    "agents": (
+        lambda: import_module("jaxshare.serving.cli.agents"),
         "run agents: coroutines that call a model, under supervisors that search over its replies",
     ),
-    (
-        "convert",
-        convert,
+    "convert": (
+        lambda: import_module("jaxshare.serving.cli.convert"),
         "write a model in Orbax form, which is restored straight onto many devices, or back",
     ),
-    (
-        "calibrate",
-        calibrate,
+    "calibrate": (
+        lambda: import_module("jaxshare.serving.cli.calibrate"),
         "measure what attention costs on this device, so that runs share where it pays",
     ),
-    (
-        "tune",
-        tune,
+    "tune": (
+        lambda: import_module("jaxshare.serving.cli.tune"),
         "measure which tiles of the GPU kernels are fastest on this GPU for a model's shape",
     ),
-    (
-        "inspect",
-        inspect,
+    "inspect": (
+        lambda: import_module("jaxshare.serving.cli.inspect"),
         "tables and pictures of what a session of workers had cached and attended to",
     ),
-    (
-        "doctor",
-        doctor,
+    "doctor": (
+        lambda: import_module("jaxshare.serving.cli.doctor"),
         "versions, devices, attention backends and folders of this installation, and what to mend",
     ),
-)
-"""The name, the module and the help text of each command."""
-
-
+}
+"""How each command is imported, and its help text."""
 _PIPE_CLOSED = 128 + 13
 """The exit code of a program whose output is read no more, as shells have it."""
 _MENDABLE = (
@@ -118,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit code 1.
     """
     gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
-    given, args = agents.split(sys.argv[1:] if arguments is None else arguments)
-    options = command_parser().parse_args(given, argparse.Namespace(args=args))
+    given, args = split(sys.argv[1:] if arguments is None else arguments)
+    options = _parser().parse_args(given, argparse.Namespace(args=args))
     try:
         compile_cache.enable(getattr(options, "compile_cache", None))
         with progress.DISPLAY.session("quiet" in options), reported_compiles():
@@ -142,6 +128,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jaxshare: interrupted", file=sys.stderr)
         return 130
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits off the words after a `--` of `agents run`, which are for the agent's file."""
+    given = [*words]
+    end = given.index("--") if "--" in given else len(given)
+    if ("agents", "run") in itertools.pairwise(given[:end]):
+        return given[:end], given[end + 1 :]
+    return given, []
 
 
 def _stdout_is_gone() -> bool:
@@ -189,18 +184,48 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
+class _CommandParser(_Parser):
+    """The parser of a command, which imports the command's module when it is asked for arguments.
+
+    All modules together take a quarter of a second to import, and one is used.
+    """
+
+    command: str | None = None  # whose arguments are yet to be added
+
+    def fill(self) -> None:
+        """Adds the arguments of the command."""
+        if self.command:
+            module = _COMMANDS[self.command][0]()
+            module.add_arguments(self)
+            self.set_defaults(run=module.run)
+            self.command = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See `argparse.ArgumentParser.parse_known_args`."""
+        self.fill()
+        return super().parse_known_args(args, namespace)
+
+
 def command_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    return _parser(filled=True)
+
+
+def _parser(filled: bool = False) -> argparse.ArgumentParser:
+    """The parser of all commands; those that are not filled know their arguments when they parse."""
     parser = _Parser(
         prog="jaxshare",
         description="Inference for groups of language-model streams that share memory.",
     )
     parser.add_argument("--version", action="version", version=f"jaxshare {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, module, help in _COMMANDS:
-        command = commands.add_parser(name, help=help)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=_CommandParser
+    )
+    for name, (_, help) in _COMMANDS.items():
+        added = commands.add_parser(name, help=help)
+        added.command = name
+        if filled:
+            added.fill()
     return parser
 
 

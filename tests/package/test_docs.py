@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxshare.serving.cli import agents
-from jaxshare.serving.cli.main import command_parser
+from jaxshare.serving.cli.main import command_parser, split
 from scripts.docs import tables
 from tests.package.pages import (
     DOCUMENTS,
@@ -64,7 +63,7 @@ def check(words: list[str]) -> None:
     """Asserts that a command exists, and has the options that it is given."""
     program, *arguments = words
     if program == "jaxshare":
-        PARSER.parse_args(agents.split(arguments)[0])
+        PARSER.parse_args(split(arguments)[0])
     elif program == "make":
         assert {word for word in arguments if "=" not in word} <= TARGETS
     elif program == "python" and arguments[0] == "-m":

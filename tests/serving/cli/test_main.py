@@ -223,6 +223,25 @@ def test_the_end_of_a_reader_of_the_output_is_no_error():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_command_imports_no_other():
+    program = (
+        "import sys; from jaxshare.serving.cli.main import main\n"
+        "assert main(['inspect', '/nowhere']) == 1\n"
+        "print(sorted(n for n in sys.modules if n.startswith('jaxshare.serving.cli.')))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "'jaxshare.serving.cli.inspect'" in ran.stdout, ran.stderr
+    for other in ("agents", "serve", "generate", "workers"):
+        assert f"cli.{other}'" not in ran.stdout
+
+
+def test_the_words_of_an_agent_are_split_off_wherever_options_stand():
+    for before in ([], ["--quiet"], ["--debug", "--compile-cache", "off"]):
+        given = [*before, "agents", "run", "f.py", "--seed", "1"]
+        assert main.split([*given, "--", "--json", "--"]) == (given, ["--json", "--"])
+    assert main.split(["generate", "m", "--", "x"]) == (["generate", "m", "--", "x"], [])
+
+
 def test_the_package_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "jaxshare.serving.cli", "--version"],
