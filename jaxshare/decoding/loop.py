@@ -43,7 +43,7 @@ def decode(
     pieces: int | None = None,
     rows: int | None = None,
     stop_on_finish: bool = False,
-    max_idle: int = 0,
+    max_idle: int | None = None,
     changes: Changes | None = None,
     until_any: bool | None = None,
 ) -> DecodeState:
@@ -65,8 +65,10 @@ def decode(
         the largest session. Static.
       rows: only the first ones take part, in passes that cost what theirs do. Static.
       stop_on_finish: return as soon as a row finishes. Data.
-      max_idle: with `stop_on_finish`, return only when another pass would make it more than this
-        many passes, counted for each row by itself, that finished rows have idled. Data.
+      max_idle: return when another pass would make it more than this many passes, counted for each
+        row by itself, that rows have idled which the host could help: those of sessions that have
+        halted or have had their passes, and with `stop_on_finish` finished ones. By default 0 with
+        `stop_on_finish`, and any number without. Data.
       changes: to make first; a program with them is another than one without.
       until_any: the deprecated name of `stop_on_finish`.
 
@@ -78,7 +80,8 @@ def decode(
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
     _check(state, passes, width, pieces, rows, max_idle)
-    most_idle = min(max_idle, INT32_MAX) if stop_on_finish else INT32_MAX
+    if max_idle is None:
+        max_idle = 0 if stop_on_finish else INT32_MAX
     donated: Any = {"cache": None, "logits": None, "top_logits": None}
     return _program(state)(
         model,
@@ -88,7 +91,7 @@ def decode(
         state.top_logits,
         dataclasses.replace(state, **donated),
         changes,
-        np.asarray([passes, most_idle], np.int32),
+        np.asarray([passes, min(max_idle, INT32_MAX), stop_on_finish], np.int32),
         width,
         pieces,
         None if rows == state.layout.num_rows else rows,
@@ -101,7 +104,7 @@ def _check(
     width: int,
     pieces: int | None,
     rows: int | None,
-    max_idle: int,
+    max_idle: int | None,
 ) -> None:
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(
@@ -118,7 +121,7 @@ def _check(
             f"rows is {rows}; it must be from 1 to the state's number of rows, "
             f"{state.layout.num_rows}"
         )
-    if max_idle < 0:
+    if max_idle is not None and max_idle < 0:
         raise ValueError(f"max_idle is {max_idle}; it must be at least 0")
     if 0 < state.record.capacity < passes:
         raise ValueError(
@@ -173,22 +176,30 @@ def _run(
     width: int,
     pieces: int | None,
 ) -> DecodeState:
-    """The state after passes, of which int32[2] `limits` has the most, and the most idle ones."""
+    """The state after passes, of which int32[3] `limits` has the most, the most idle ones, and
+    whether rows that have finished idle."""
     running_before, last, max_idle = state.running, state.passes + limits[0], limits[1]
     sessions = Sessions.of(state.session)
 
+    def finished(state: DecodeState) -> Array:
+        return running_before & ~state.running
+
+    def waiting(state: DecodeState) -> Array:
+        """bool[R]: the rows of sessions that go on once the host has acted."""
+        halted = state.halts & sessions.any(finished(state))
+        return halted | (state.clock >= state.last_pass)
+
     def able(state: DecodeState) -> Array:
         """bool[R]: the rows that can take part in a pass."""
-        finished = running_before & ~state.running
-        halted = state.halts & sessions.any(finished)
-        return state.running & _has_room(state) & (state.clock < state.last_pass) & ~halted
+        return state.running & _has_room(state) & ~waiting(state)
 
     def idled(state: DecodeState, idle: Array) -> Array:
-        """The passes that finished rows will have idled after the next one, int32[]."""
-        return idle + jnp.sum(running_before & ~state.running, dtype=jnp.int32)
+        """The passes that rows will have idled after the next one, int32[]."""
+        idle_rows = (running_before & waiting(state)) | (finished(state) & (limits[2] > 0))
+        return idle + jnp.sum(idle_rows, dtype=jnp.int32)
 
     def goes_on(state: DecodeState, idle: Array) -> Array:
-        # Where nothing has finished, it is 0.
+        # Where no row idles, it is 0.
         return (state.passes < last) & (idled(state, idle) <= max_idle) & jnp.any(able(state))
 
     def fed(state: DecodeState) -> DecodeState:

@@ -122,9 +122,9 @@ class Scheduler:
         free = [i for i, row in enumerate(self.rows) if row is None]
         sessions = self.sessions.place(free, self.output.version)
         if sessions or any(row.decoding for row in self.live):
-            # A prefilling row must not wait long for its next chunk, nor a request for a row.
-            passes, prefilling = self._most_passes(), any(not row.decoding for row in self.live)
-            passes = max(1, passes // 4) if prefilling else passes
+            # Neither a prompt's next chunk nor sessions that begin together must wait long.
+            few = any(not row.decoding for row in self.live) or any(s.is_new for s, *_ in sessions)
+            passes = max(1, self._most_passes() // (4 if few else 1))
             passes = self._siblings.passes(passes, self.live)
             self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
         if self._prefill_first and not len(self.queue):

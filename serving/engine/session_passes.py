@@ -104,6 +104,11 @@ class SessionPasses:
         return self.state.layout.num_rows
 
     @property
+    def is_new(self) -> bool:
+        """Returns whether the session has had no pass yet."""
+        return not np.any(self.state.clock)
+
+    @property
     def text(self) -> str:
         """The passes in words. They are the same in every process."""
         return (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from jaxshare.serving.engine.session_passes import SessionPasses
 from jaxshare.serving.kvcache.lease import KVLease
 
-_LINGER, _MIN_LINGER = 0.2, 0.005
+_LINGER, _MIN_LINGER = 0.2, 0.02
 """How long to wait for sessions that have just run: this part of the last step, and these seconds
 at least."""
 

@@ -269,6 +269,32 @@ def test_a_session_halts_where_one_of_its_rows_finishes_and_others_go_on():
     np.testing.assert_array_equal(state.tokens[other], alone(2, 2).tokens)
 
 
+def test_rows_that_wait_for_the_host_may_idle_for_so_many_passes():
+    """Both rows of a session that halts, and that of one that has had its passes."""
+
+    def halting(max_idle: int, halts: bool = True) -> tuple[DecodeState, list[np.ndarray]]:
+        state, places = together([Part(0, 2), Part(2, 2)], [10**6] * 2)
+        state = dataclasses.replace(
+            state,
+            halts=jnp.zeros(state.layout.num_rows, bool).at[places[0]].set(halts),
+            max_new_tokens=with_row(state.max_new_tokens, places[0][1], 4),
+        )
+        return run(state, pieces=PIECES, max_idle=max_idle), places
+
+    first, (halted, other) = halting(0)
+    for max_idle, more in ((1, 0), (2, 1), (5, 2)):
+        state, _ = halting(max_idle)
+        assert state.clock[halted].tolist() == first.clock[halted].tolist()
+        assert state.clock[other].tolist() == (first.clock[other] + more).tolist()
+    state, _ = halting(0, halts=False)
+    np.testing.assert_array_equal(state.tokens[other], alone(2, 2).tokens)
+    for max_idle in (0, 3):
+        state, (ended, other) = together([Part(3, 1), Part(2, 2)], [3, 9])
+        state = run(state, pieces=PIECES, max_idle=max_idle)
+        assert state.clock[ended].tolist() == [3]
+        assert state.clock[other].tolist() == [3 + max_idle] * 2
+
+
 def test_a_step_that_does_not_fit_ends_its_own_session():
     parts = [Part(0, 2), Part(2, 2)]
     state, places = together(parts, [10**6] * 2)
