@@ -66,9 +66,8 @@ def decode(
       rows: only the first ones take part, in passes that cost what theirs do. Static.
       stop_on_finish: return as soon as a row finishes. Data.
       max_idle: return when another pass would make it more than this many passes, counted for each
-        row by itself, that rows have idled which the host could help: those of sessions that have
-        halted or have had their passes, and with `stop_on_finish` finished ones. By default 0 with
-        `stop_on_finish`, and any number without. Data.
+        row by itself, that rows have idled: those of sessions that have halted or had their passes,
+        and with `stop_on_finish`, where it is 0 by default, finished ones. Data.
       changes: to make first; a program with them is another than one without.
       until_any: the deprecated name of `stop_on_finish`.
 
@@ -80,9 +79,7 @@ def decode(
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
     _check(state, passes, width, pieces, rows, max_idle)
-    if max_idle is None:
-        max_idle = 0 if stop_on_finish else INT32_MAX
-    donated: Any = {"cache": None, "logits": None, "top_logits": None}
+    donated: Any = dict.fromkeys(("cache", "logits", "top_logits"))
     return _program(state)(
         model,
         params,
@@ -91,7 +88,7 @@ def decode(
         state.top_logits,
         dataclasses.replace(state, **donated),
         changes,
-        np.asarray([passes, min(max_idle, INT32_MAX), stop_on_finish], np.int32),
+        _limits(passes, max_idle, stop_on_finish),
         width,
         pieces,
         None if rows == state.layout.num_rows else rows,
@@ -128,6 +125,13 @@ def _check(
             f"passes is {passes}, but the state has room to record {state.record.capacity}; create "
             "it with more, or run fewer at once"
         )
+
+
+def _limits(passes: int, max_idle: int | None, stop_on_finish: bool) -> np.ndarray:
+    """The most passes, the most idle ones, and whether rows that have finished idle, int32[3]."""
+    if max_idle is None:
+        max_idle = 0 if stop_on_finish else INT32_MAX
+    return np.asarray([passes, min(max_idle, INT32_MAX), stop_on_finish], np.int32)
 
 
 def _program(state: DecodeState) -> Callable[..., DecodeState]:
@@ -176,8 +180,7 @@ def _run(
     width: int,
     pieces: int | None,
 ) -> DecodeState:
-    """The state after passes, of which int32[3] `limits` has the most, the most idle ones, and
-    whether rows that have finished idle."""
+    """The state after passes, as many as `_limits` allow."""
     running_before, last, max_idle = state.running, state.passes + limits[0], limits[1]
     sessions = Sessions.of(state.session)
 

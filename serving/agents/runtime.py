@@ -17,6 +17,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from jaxshare.deprecated import renamed
+from jaxshare.garbage import seldom_collected
 from jaxshare.serving.agents import forks
 from jaxshare.serving.agents.agent import Agent
 from jaxshare.serving.agents.channels import Channel, Children, was_cancelled
@@ -118,18 +119,19 @@ class Runtime(Streamed):
         self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         self._finished = self._loop.create_future()
         self.desk.begin(agent, args, kwargs, self.seed)
-        run = self._start(agent, args, kwargs, None, agent.name, 0)
-        self.watchdog.start()
-        try:
-            await self._finished
-        finally:
-            if not run.done:
-                self.end(run, error=EndedError(f"agent {agent.name} was interrupted"))
-            self._queue.clear()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-            close_coroutines(self.runs)
-            self.watchdog.stop()
+        with seldom_collected():
+            run = self._start(agent, args, kwargs, None, agent.name, 0)
+            self.watchdog.start()
+            try:
+                await self._finished
+            finally:
+                if not run.done:
+                    self.end(run, error=EndedError(f"agent {agent.name} was interrupted"))
+                self._queue.clear()
+                if self._tasks:
+                    await asyncio.wait(self._tasks)
+                close_coroutines(self.runs)
+                self.watchdog.stop()
         if run.error is not None:
             raise run.error
         return run

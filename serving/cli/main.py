@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import gc
 import itertools
 import select
 import sys
@@ -11,15 +10,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from jaxshare import __version__, compile_cache, progress
+from jaxshare import __version__, compile_cache, garbage, progress
 from jaxshare.compile_time import reported_compiles
 from jaxshare.extras import MissingExtraError
 from jaxshare.paths import DISK_ERRORS, WriteError
 from jaxshare.serving.errors import SamplingError
-
-_NEW_OBJECTS = 50_000
-"""Objects that Python makes before it looks for garbage: imports and tracing make many that stay, and
-looking for it took 8 % of the time until the first text."""
 
 _COMMANDS = {
     "demo": (
@@ -103,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     An error that the user can mend is one sentence on stderr, after the traceback with --debug, and
     exit code 1.
     """
-    gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
+    garbage.collect_seldom()
     given, args = split(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given, argparse.Namespace(args=args))
     try:
