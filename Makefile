@@ -1,4 +1,4 @@
-# Everything here works on a fresh machine with make, a POSIX shell and one of Python 3.12, Python 3.13, pyenv or uv.
+# Everything here works on a fresh machine with make, a POSIX shell and one of Python 3.12, 3.13, 3.14, pyenv or uv.
 #
 # Environments are made once and again only when pyproject.toml changes: a stamp file in each says that it is up to date.
 #   .venv         jaxshare itself; `make demo` installs what it runs on, the other targets add the tools
@@ -164,7 +164,7 @@ clean: ## remove what make has made: environments, caches, builds
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python .venv-tunix/bin/python .venv-docs/bin/python:
-	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.15); [ -n "$$python" ] && \
 	echo "making $(@:/bin/python=) with $$python" && "$$python" -m venv --clear $(@:/bin/python=)
 
 $(RUNTIME): pyproject.toml .venv/bin/python
@@ -233,7 +233,7 @@ $(TUNIX_ENV): pyproject.toml .venv-tunix/bin/python
 
 # The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.
 $(LLAMA_ENV):
-	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.15); [ -n "$$python" ] && \
 	echo "building llama.cpp in .venv-llama, which takes ten minutes" && "$$python" -m venv --clear .venv-llama
 	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20'
 	@touch $@
