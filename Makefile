@@ -15,6 +15,9 @@ PYTHON ?=
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
+DOCS_ARGS ?=
+# The folder of all versions of the site.
+SITE ?=
 SERVE_ARGS ?= embedded
 BENCH_ARGS ?= --quick
 GPU_ARGS ?=
@@ -61,7 +64,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu gpu-wheels gpu-compile parity parity-transformers parity-hogwild lm-eval clean
+.PHONY: help demo serve docs docs-release docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu gpu-wheels gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -76,6 +79,11 @@ serve: $(SERVE) ## a model behind OpenAI's HTTP interface, on this machine alone
 
 docs: $(DOCS_ENV) ## the documents as a site, at http://127.0.0.1:8001
 	@.venv-docs/bin/python -m scripts.docs.site --serve
+
+docs-release: $(DOCS_ENV) ## the site as a version in SITE, a folder of all versions, which stay (SITE=DIR; DOCS_ARGS='--name dev')
+	@test -n "$(SITE)" || { echo "docs-release takes a folder of versions: make docs-release SITE=pages" >&2; exit 2; }
+	.venv-docs/bin/python -m scripts.docs.site
+	.venv-docs/bin/python -m scripts.docs.versions '$(SITE)' $(DOCS_ARGS)
 
 # The quick tests run the programs of the documents.
 docs-check: $(DEV) $(DOCS_ENV) ## the site, built strictly; links, spelling, commands, tables; programs that are run or say why not
