@@ -1,4 +1,4 @@
-# Everything here works on a fresh machine with make, a POSIX shell and one of Python 3.12, Python 3.13, pyenv or uv.
+# Everything here works on a fresh machine with make, a POSIX shell and one of Python 3.12, 3.13, 3.14, pyenv or uv.
 #
 # Environments are made once and again only when pyproject.toml changes: a stamp file in each says that it is up to date.
 #   .venv         jaxshare itself; `make demo` installs what it runs on, the other targets add the tools
@@ -15,6 +15,9 @@ PYTHON ?=
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
+DOCS_ARGS ?=
+# The folder of all versions of the site.
+SITE ?=
 SERVE_ARGS ?= embedded
 BENCH_ARGS ?= --quick
 GPU_ARGS ?=
@@ -61,7 +64,7 @@ BENCH_OPTIONS_workers := $(if $(HOGWILD),--hogwild '$(HOGWILD)' --hogwild-python
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve docs docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu gpu-wheels gpu-compile parity parity-transformers parity-hogwild lm-eval clean
+.PHONY: help demo serve docs docs-release docs-check test test-page test-others test-all test-gpu lint bench audit drill gpu gpu-wheels gpu-compile parity parity-transformers parity-hogwild lm-eval clean
 # A recipe that fails must not leave a stamp behind.
 .DELETE_ON_ERROR:
 
@@ -76,6 +79,11 @@ serve: $(SERVE) ## a model behind OpenAI's HTTP interface, on this machine alone
 
 docs: $(DOCS_ENV) ## the documents as a site, at http://127.0.0.1:8001
 	@.venv-docs/bin/python -m scripts.docs.site --serve
+
+docs-release: $(DOCS_ENV) ## the site as a version in SITE, a folder of all versions, which stay (SITE=DIR; DOCS_ARGS='--name dev')
+	@test -n "$(SITE)" || { echo "docs-release takes a folder of versions: make docs-release SITE=pages" >&2; exit 2; }
+	.venv-docs/bin/python -m scripts.docs.site
+	.venv-docs/bin/python -m scripts.docs.versions '$(SITE)' $(DOCS_ARGS)
 
 # The quick tests run the programs of the documents.
 docs-check: $(DEV) $(DOCS_ENV) ## the site, built strictly; links, spelling, commands, tables; programs that are run or say why not
@@ -164,7 +172,7 @@ clean: ## remove what make has made: environments, caches, builds
 	find jaxshare models serving tests scripts examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 .venv/bin/python .venv-gpu/bin/python .venv-lm-eval/bin/python .venv-others/bin/python .venv-tunix/bin/python .venv-docs/bin/python:
-	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.15); [ -n "$$python" ] && \
 	echo "making $(@:/bin/python=) with $$python" && "$$python" -m venv --clear $(@:/bin/python=)
 
 $(RUNTIME): pyproject.toml .venv/bin/python
@@ -233,7 +241,7 @@ $(TUNIX_ENV): pyproject.toml .venv-tunix/bin/python
 
 # The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.
 $(LLAMA_ENV):
-	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.14); [ -n "$$python" ] && \
+	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.15); [ -n "$$python" ] && \
 	echo "building llama.cpp in .venv-llama, which takes ten minutes" && "$$python" -m venv --clear .venv-llama
 	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20'
 	@touch $@

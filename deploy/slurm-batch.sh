@@ -22,13 +22,13 @@ output=${3:?give a file for the results after that of the prompts}
 shift 3
 
 requeue() {
-  kill -TERM "$job"
-  wait "$job" || true
+  kill -TERM "$!"
+  wait "$!" || true
   scontrol requeue "$SLURM_JOB_ID"
   exit 0
 }
 
-srun jaxshare batch "$model" --input "$input" --output "$output" --resume "$@" &
-job=$!
+# Before the job starts: the signal may come as soon as it has.
 trap requeue USR1
-wait "$job"
+srun jaxshare batch "$model" --input "$input" --output "$output" --resume "$@" &
+wait "$!"

@@ -46,7 +46,8 @@ def find_siblings() -> None:
     if (root := checkout()) and not any(
         isinstance(finder, SiblingFinder) for finder in sys.meta_path
     ):
-        sys.meta_path.append(SiblingFinder(root))
+        # Before the finder of an editable installation, which may be of another checkout.
+        sys.meta_path.insert(0, SiblingFinder(root))
 
 
 def version() -> str:

@@ -136,6 +136,8 @@ def unwritable_file(file: str | os.PathLike, *, makes_folder: bool = False) -> s
     """
     real, parent = Path(os.path.realpath(file)), Path(file).parent
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(real)  # exists() hides more errors, and from Python 3.14 on all of them
         exists = real.exists()
         if real.is_dir():
             return "that is a folder"

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Prints the path of a Python interpreter whose version lies in [LOW, HIGH), and which can make virtual environments.
 #
-#   find_python.sh LOW HIGH [PREFERRED]      for example: find_python.sh 3.12 3.14 3.12
+#   find_python.sh LOW HIGH [PREFERRED]      for example: find_python.sh 3.12 3.15 3.12
 #
 # Looks on PATH, then in pyenv's versions, then asks uv (which may install one). A candidate counts only if it runs and says
 # its own version: a name on PATH can be a pyenv shim with nothing behind it. Exits 1, saying what to install, if none is found.
@@ -29,7 +29,7 @@ found() {
     exit 0
 }
 
-# "3.12 3.14" -> the minor versions 12 and 13, newest first, the preferred one before them.
+# "3.12 3.15" -> the minor versions 12, 13 and 14, newest first, the preferred one before them.
 names=python$preferred
 minor=${high#3.}
 while [ "$minor" -gt "${low#3.}" ]; do

@@ -110,9 +110,7 @@ async def _new_outcome(
             if isinstance(request, Tool):
                 return await call_tool(request), ()
             return await run_call(request)
-    if inspect.isawaitable(request):
-        return await request, ()
-    raise TypeError(f"object {type(request).__name__} can't be used in 'await' expression")
+    return await request, ()  # what cannot be awaited is an error of Python's
 
 
 _ASKS = "the coroutine asked for what a later firing has"

@@ -334,7 +334,7 @@ def _print_table(lines: list[Line], console: Console) -> None:
     console.print(_table(lines))
     console.print(
         "Without sharing, each of several workers gathers a copy of all it sees and rotates its "
-        "keys anew in every pass;\neach branch reads the prompt itself and keeps a copy. "
+        "keys anew in every pass; each branch reads the prompt itself and keeps a copy. "
         "Identical: both ways wrote the same text, token for token.",
         style="dim",
         highlight=False,

@@ -65,5 +65,5 @@ class Streams:
 def console_for(json: bool) -> Console:
     """The console for pictures: stdout, or stderr where stdout is for JSON."""
     return Console(
-        file=sys.stderr if json else sys.stdout, width=None if sys.stdout.isatty() else 110
+        file=sys.stderr if json else sys.stdout, width=None if sys.stdout.isatty() else 112
     )

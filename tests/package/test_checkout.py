@@ -40,11 +40,11 @@ def written_version() -> str:
     return found[1]
 
 
-def imported(*options: str, **environment: str) -> dict:
-    """What a program at the root of the checkout finds."""
+def imported(*options: str, before: str = "", **environment: str) -> dict:
+    """What a program at the root of the checkout finds, after some lines."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     result = subprocess.run(
-        [sys.executable, *options, "-c", PROGRAM],
+        [sys.executable, *options, "-c", before + PROGRAM],
         cwd=ROOT,
         env=clean | environment,
         capture_output=True,
@@ -55,13 +55,15 @@ def imported(*options: str, **environment: str) -> dict:
     return json.loads(result.stdout)
 
 
+# -S leaves out the .pth files through which an editable installation is found; the dependencies are
+# there as plain folders.
+DEPENDENCIES = os.pathsep.join(
+    dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+)
+
+
 def test_packages_are_found_at_the_root_of_a_checkout_that_is_not_installed():
-    # -S leaves out the .pth files through which an editable installation is found; the dependencies
-    # are there as plain folders.
-    dependencies = os.pathsep.join(
-        dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    )
-    found = imported("-S", PYTHONPATH=dependencies)
+    found = imported("-S", PYTHONPATH=DEPENDENCIES)
     assert found["editable"] == []
     assert {name: Path(file).parent for name, file in found["found"].items()} == {
         "jaxshare": ROOT / "jaxshare",
@@ -69,6 +71,27 @@ def test_packages_are_found_at_the_root_of_a_checkout_that_is_not_installed():
         "jaxshare.serving": ROOT / "serving",
     }
     assert (found["leaked"], found["top"], found["version"]) == ([], [], written_version())
+
+
+ANOTHER = """
+import importlib.machinery, sys
+
+class OfAnotherCheckout:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jaxshare.models", "jaxshare.serving"):
+            return importlib.machinery.PathFinder.find_spec(name, {path!r})
+
+sys.meta_path.append(OfAnotherCheckout())
+"""
+
+
+def test_a_checkout_hides_an_editable_installation_of_another_one(tmp_path):
+    for name in ("models", "serving"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise AssertionError(__file__)")
+    before = ANOTHER.format(path=[str(tmp_path)])
+    found = imported("-S", before=before, PYTHONPATH=DEPENDENCIES)
+    assert Path(found["found"]["jaxshare.serving"]).parent == ROOT / "serving"
 
 
 def test_an_installation_finds_its_own_packages_without_help(tmp_path, monkeypatch):

@@ -110,7 +110,8 @@ def test_what_is_copied_exists_and_is_all_that_is_built_from(target):
     assert all((ROOT / name).exists() for name in copied)
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {*setuptools["package-dir"].values()}
-    assert copied == {"pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], *folders}
+    files = {"pyproject.toml", "setup.py", "README.md", *PROJECT["license-files"]}
+    assert copied == files | folders
     kept = (ROOT / ".dockerignore").read_text().splitlines()
     assert {line[1:] for line in kept if line.startswith("!")} == copied and "*" in kept
     (source,) = values(target, "COPY")

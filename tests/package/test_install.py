@@ -1,11 +1,14 @@
 """The small installation: what runs without any extra, and what says that it takes one."""
 
 import ast
+import email
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 import tomllib
@@ -64,23 +67,117 @@ def unpacked(tmp_path_factory) -> Path:
     return folder / "wheel"
 
 
-def build(source: Path, target: Path, **environment: str) -> None:
-    """Builds a wheel from a copy of the tree, in which no older build is."""
+def copy_tree(source: Path) -> None:
+    """Copies what a wheel is built from."""
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "jaxshare", "models", "serving"):
+    files = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+    for name in (*files, "jaxshare", "models", "serving"):
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, source / name, ignore=ignored)
         else:
             shutil.copy(ROOT / name, source)
-    program = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+
+
+def build(source: Path, target: Path, kind: str = "wheel", **environment: str) -> None:
+    """Builds a wheel or an sdist from a copy of the tree, in which no older build is."""
+    if not source.exists():
+        copy_tree(source)
+    program = (
+        "import sys; from setuptools import build_meta; "
+        "getattr(build_meta, f'build_{sys.argv[2]}')(sys.argv[1])"
+    )
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, target],
+        [sys.executable, "-W", "ignore", "-c", program, target, kind],
         cwd=source,
         env={**os.environ, **environment},
         check=True,
         capture_output=True,
         timeout=300,
+    )
+
+
+def description(metadata: str) -> str:
+    """The text that a package index shows."""
+    read = email.message_from_string(metadata)
+    assert read["Description-Content-Type"] == "text/markdown"
+    return read.get_payload()
+
+
+def test_without_a_repository_the_description_names_files_of_the_source(unpacked, tmp_path):
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    text = description(metadata.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) == 3 and all(link.startswith("https://arxiv.org/") for link in links)
+    named = set(re.findall(r"\(?`((?:docs\b|[A-Z]+\.md)[^`]*)`", text))
+    assert {"docs", "docs/idea.svg", "docs/workers.md", "CHANGELOG.md", "SECURITY.md"} <= named
+    assert "[**workers**]" not in text and "| **workers** (`docs/workers.md`) |" in text
+    assert text.count("that of a file in the source distribution") == 1
+    copy_tree(tmp_path / "source")
+    shutil.copytree(ROOT / "docs", tmp_path / "source" / "docs")
+    for name in ("MANIFEST.in", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"):
+        shutil.copy(ROOT / name, tmp_path / "source")
+    build(tmp_path / "source", tmp_path, "sdist")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        files = {name.partition("/")[2] for name in opened.getnames()}
+        (information,) = (
+            name
+            for name in opened.getnames()
+            if name.count("/") == 1 and name.endswith("/PKG-INFO")
+        )
+        held = opened.extractfile(information)
+        assert held and description(held.read().decode()) == text
+    assert named <= files and {"pyproject.toml", "setup.py", "README.md", "LICENSE"} <= files
+
+
+@pytest.mark.slow
+def test_with_a_repository_all_links_of_the_description_lead_to_its_files_at_the_tag(tmp_path):
+    source = tmp_path / "source"
+    copy_tree(source)
+    named = '[project.urls]\nSource = "https://example.org/some/where/"\n\n[project.scripts]'
+    project = (source / "pyproject.toml").read_text(encoding="utf-8")
+    (source / "pyproject.toml").write_text(project.replace("[project.scripts]", named))
+    build(source, tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    (metadata,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA"))
+    whole = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "Project-URL: Source, https://example.org/some/where/\n" in whole
+    text, start = description(whole), "https://example.org/some/where/"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pattern = r"(!?)\[([^]]*)\]\(([^)]*)\)"
+    here, there = re.findall(pattern, readme), re.findall(pattern, text)
+    assert len(here) == len(there) > 20
+    for (mark, label, before), (_, same, after) in zip(here, there, strict=True):
+        assert label == same and after.startswith("https://")
+        if before != after:
+            kind, tag, place = after.removeprefix(start).split("/", 2)
+            assert place == before and tag == f"v{PROJECT['version']}"
+            path = ROOT / place.partition("#")[0]
+            assert path.exists() and kind == (
+                "raw" if mark else "tree" if path.is_dir() else "blob"
+            )
+    assert re.sub(pattern, "", readme).strip() == re.sub(pattern, "", text).strip()
+
+
+def test_the_description_of_a_readme():
+    """Labels, headings, folders and code."""
+    program = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+    readme = (
+        "# It\n\nSee [docs](docs), [**a**](docs/a.md#part), ![A b](b.svg) and [x](https://x.org).\n"
+        "\n## More\n\n```python\nf[0](docs)\n```\n"
+    )
+    described = program["described"]
+    assert described(readme, "1.2", "https://h.org/o/n") == (
+        "# It\n\nSee [docs](https://h.org/o/n/tree/v1.2/docs), "
+        "[**a**](https://h.org/o/n/blob/v1.2/docs/a.md#part), "
+        "![A b](https://h.org/o/n/raw/v1.2/b.svg) and [x](https://x.org).\n"
+        "\n## More\n\n```python\nf[0](docs)\n```\n"
+    )
+    assert described(readme, "1.2", None) == (
+        "# It\n\nSee `docs`, **a** (`docs/a.md`), *A b* (`b.svg`) and [x](https://x.org).\n"
+        "\nA name such as `docs/workers.md` is that of a file in the source distribution.\n"
+        "\n## More\n\n```python\nf[0](docs)\n```\n"
     )
 
 

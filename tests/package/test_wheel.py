@@ -16,7 +16,7 @@ from tests.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "jaxshare", "models", "serving")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "jaxshare", "models", "serving")
 
 
 def run(*command: object, cwd: Path, timeout: float = 120) -> str:

@@ -120,9 +120,8 @@ class Frame(dict[str, Any]):
         """Starts a with statement."""
         kind = type(manager)
         if not (hasattr(kind, "__enter__") and hasattr(kind, "__exit__")):
-            raise TypeError(
-                f"'{kind.__name__}' object does not support the context manager protocol"
-            )
+            with manager:  # what cannot be entered is an error of Python's
+                pass
         return kind.__enter__(manager)
 
     def leave(self, manager: Any) -> None:

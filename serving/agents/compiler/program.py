@@ -313,20 +313,25 @@ def check_function(function: Any) -> None:
 def _syntax_tree(function: Callable[..., Any]) -> ast.AsyncFunctionDef:
     """The function's syntax tree, with the lines of its file."""
     code = function.__code__
+
+    def unreadable(why: object) -> RefusedError:
+        return RefusedError(
+            f"the source of agent {function.__name__} cannot be read ({why}); write it in a file "
+            "or a notebook"
+        )
+
     try:
         lines, first = inspect.getsourcelines(function)
     except OSError as error:
-        raise RefusedError(
-            f"the source of agent {function.__name__} cannot be read ({error}); write it in a file "
-            "or a notebook"
-        ) from None
+        raise unreadable(error) from None
     # The source of an indented function keeps its indentation, so that strings over several lines
     # stay the same.
     indented = lines[0][:1].isspace()
     tree: Any = ast.parse("if 1:\n" * indented + "".join(lines), code.co_filename)
     definition = (tree.body[0] if indented else tree).body[0]
-    if not isinstance(definition, ast.AsyncFunctionDef):
-        raise RefusedError(f"the source of agent {function.__name__} is not an async def")
+    # Python 3.13 takes the text after `python -c` for the source of all that was made by exec.
+    if not isinstance(definition, ast.AsyncFunctionDef) or definition.name != code.co_name:
+        raise unreadable("its lines are not those of its async def")
     ast.increment_lineno(tree, first - 1 - indented)
     return definition
 

@@ -917,9 +917,16 @@ async def byte_files():
     return (rest, out.tell(), out.getvalue()), trace
 
 
+class SelfClosing(sqlite3.Connection):
+    """A database that is closed with its last reference: of an agent's states none is the last."""
+
+    def __del__(self):
+        self.close()
+
+
 @program()
 async def databases():
-    base = sqlite3.connect(":memory:")
+    base = sqlite3.connect(":memory:", factory=SelfClosing)
     base.execute("create table notes (n integer, text text)")
     for i in range(3):
         base.execute("insert into notes values (?, ?)", (i, await llm(f"note {i}")))
@@ -928,6 +935,6 @@ async def databases():
 
 @program()
 async def database_cursors():
-    base = sqlite3.connect(":memory:")
+    base = sqlite3.connect(":memory:", factory=SelfClosing)
     rows = base.execute("values (1), (2), (3)")
     return [(n, await llm(f"row {n}")) for (n,) in rows]

@@ -1,6 +1,7 @@
 """Compiled agents against Python's own coroutines; copies of their state; refused constructs."""
 
 import copy
+import inspect
 import re
 import textwrap
 import traceback
@@ -285,6 +286,16 @@ def test_what_is_not_an_agent_is_refused():
         match=r"the source of agent hidden cannot be read.*; write it in a file or a notebook",
     ):
         compiled(world["hidden"])
+
+
+def test_the_lines_of_another_function_are_not_taken_for_an_agent(monkeypatch):
+    """As with Python 3.13, where code is made by exec in a program after `python -c`."""
+    world: dict = {}
+    exec("async def hidden(): pass", world)
+    for line in ("async def other(): pass", "import sys"):
+        monkeypatch.setattr(inspect, "getsourcelines", lambda _, line=line: ([line + "\n"], 1))
+        with pytest.raises(RefusedError, match=r"hidden cannot be read \(its lines are not those"):
+            compiled(world["hidden"])
 
 
 class Private:

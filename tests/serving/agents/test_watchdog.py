@@ -82,7 +82,7 @@ async def catches_everything_once():
 @pytest.mark.parametrize(
     ("program", "text"),
     [
-        (spins, "n += 1|while True"),
+        (spins, r"n \+= 1|while True"),
         (spins_in_a_helper, "helper|while True|sum"),
         (catches, "pass|while True"),
         (catches_everything_once, "pass|while True"),
