@@ -1,10 +1,10 @@
 """Block attention for Hopper GPUs, in Pallas on Mosaic GPU.
 
-The operations around the kernels: that of `jaxshare.pallas.kernel_mosaic_gpu`, and where values are
-a part of keys that of `jaxshare.pallas.latent_kernel_mosaic_gpu`. The queries are rotated towards
-their block, scaled and gathered into the order of the segments by one XLA fusion a layer, because
-bulk copies cannot gather; so the queries of a block that many multiprocessors share are rotated
-once, not by each of them (Hogwild! section 3.4).
+The operations around the kernels: that of `jaxshare.pallas.kernel_mosaic_gpu`, and for wide heads
+that of `jaxshare.pallas.wide_kernel_mosaic_gpu`. The queries are rotated towards their block, scaled
+and gathered into the order of the segments by one XLA fusion a layer, because bulk copies cannot
+gather; so the queries of a block that many multiprocessors share are rotated once, not by each of
+them (Hogwild! section 3.4).
 """
 
 import functools
@@ -18,15 +18,15 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
-from jaxshare.pallas.codes_mosaic_gpu import WIDEST_APART, CodeBuffers, code_columns
+from jaxshare.pallas.codes_mosaic_gpu import WIDEST_APART, CodeSlots, layout_of
 from jaxshare.pallas.device import Device, current_device
-from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
+from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim, shares_queries, store_columns
 from jaxshare.pallas.items_mosaic_gpu import ALIGNMENT, WARPGROUP
 from jaxshare.pallas.kernel_mosaic_gpu import Barriers, attention_kernel
-from jaxshare.pallas.latent_kernel_mosaic_gpu import LatentBarriers, latent_kernel
 from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
 from jaxshare.pallas.scores import query_scale
-from jaxshare.pallas.tiles import CODES_TABLE, MosaicTiles, choose_mosaic, store_columns
+from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
+from jaxshare.pallas.wide_kernel_mosaic_gpu import WideMemory, wide_kernel
 from jaxshare.pallas.work_items import Work, make_work
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena
@@ -58,28 +58,25 @@ def mosaic_gpu_attention(
     check_head_dim(dim, values.shape[2], 2 * plan.query_cos.shape[-1])
     latent = not values.shape[2]
     assert device is not None
-    if isinstance(keys, QuantisedTensor) and dim not in CODES_TABLE:
-        served = ", ".join(map(str, CODES_TABLE))
-        raise NotImplementedError(
-            f"where the cache approximates its head dims are {served}; this one is {dim}"
-        )
-    dtype = keys.codes.dtype if isinstance(keys, QuantisedTensor) else keys.dtype
-    tiles = choose_mosaic(device, dim, group, rows * width * group, dtype)
+    is_wide = shares_queries(dim, isinstance(keys, QuantisedTensor))
+    tiles = choose_mosaic(device, dim, group, rows * width * group, _numbers(keys).dtype)
     keys, values = (jax.tree.map(lambda a: _padded(a, tiles.tile), x) for x in (keys, values))
     work = make_work(
         plan,
         group=group,
         kv_heads=kv_heads,
-        # Two warpgroups share the queries of a latent, and have queries of their own else.
-        span=WARPGROUP if latent else 2 * WARPGROUP,
+        # Two warpgroups share the queries of wide heads, and have queries of their own else.
+        span=WARPGROUP if is_wide else 2 * WARPGROUP,
         tile=tiles.tile,
         num_items=device.multiprocessors,
         alignment=ALIGNMENT,
     )
     queries = segment_queries(q, plan, work, query_scale(scale, softcap), keys.dtype)
-    if latent and not isinstance(keys, QuantisedTensor):
+    if latent:
         dim -= 2 * plan.query_cos.shape[-1]
-        out, lse = _latent_pieces(queries, keys, dim, work, tiles, device, softcap)
+    if is_wide:
+        apart = None if latent else values
+        out, lse = _wide_pieces(queries, keys, apart, dim, work, tiles, device, softcap)
     else:
         out, lse = _pieces(queries, keys, values, work, tiles, device, softcap)
     return merge_pieces(
@@ -171,7 +168,7 @@ def _pieces(
     of_codes = [a for a in (keys, values) if isinstance(a, QuantisedTensor)]
     part = store_columns(dim, bool(of_codes))
     swizzled, stored = (
-        _transforms(plgpu, columns, size) for columns, size in ((dim, dtype.itemsize), (part, 4))
+        layout_of(plgpu, columns, size) for columns, size in ((dim, dtype.itemsize), (part, 4))
     )
     stages, query_stages = tiles.stages, tiles.query_stages
     kernel = functools.partial(
@@ -193,14 +190,11 @@ def _pieces(
             given=plgpu.Barrier(),
             taken=plgpu.Barrier(),
         ),
+        tuple(CodeSlots.scratch(plgpu, tiles, dim, a.codes.dtype) for a in of_codes),
     ]
-    if of_codes:
-        kind = of_codes[0].codes.dtype
-        transforms = _transforms(plgpu, code_columns(plgpu, dim), kind.itemsize)
-        scratch.append(CodeBuffers.scratch(plgpu, tiles, dim, kind, transforms))
     return _launched(
         kernel,
-        (queries, *(a.codes if isinstance(a, QuantisedTensor) else a for a in (keys, values))),
+        (queries, _numbers(keys), _numbers(values)),
         padded_dim(dim),
         work,
         device,
@@ -210,43 +204,39 @@ def _pieces(
     )
 
 
-def _latent_pieces(
+def _wide_pieces(
     queries: Array,
-    keys: Array,
+    keys: Arena,
+    values: Arena | None,
     value_dim: int,
     work: Work,
     tiles: MosaicTiles,
     device: Device,
     softcap: float,
 ) -> tuple[Array, Array]:
-    """Does as `_pieces` where the last `value_dim` entries of keys are the values."""
+    """Does as `_pieces`, by the kernel for wide heads. Without values they are the last `value_dim`
+    entries of keys."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    dim, dtype = keys.shape[2], keys.dtype
-    of_keys, of_weights = (
-        _transforms(plgpu, columns, dtype.itemsize) for columns in (dim, tiles.tile)
-    )
+    arenas = [keys] if values is None else [keys, values]
+    of_codes = [a for a in arenas if isinstance(a, QuantisedTensor)]
+    kind = of_codes[0].codes.dtype if of_codes else None
+    apart = values is not None
     return _launched(
-        functools.partial(latent_kernel, plgpu, work, tiles, value_dim, softcap, device.interpret),
-        (queries, keys),
+        functools.partial(wide_kernel, plgpu, work, tiles, value_dim, softcap, device.interpret),
+        (queries, *map(_numbers, arenas)),
         value_dim,
         work,
         device,
-        scratch=[
-            plgpu.SMEM((tiles.query_stages, WARPGROUP, dim), dtype, transforms=of_keys),
-            plgpu.SMEM((tiles.stages, tiles.tile, dim), dtype, transforms=of_keys),
-            plgpu.SMEM((WARPGROUP, tiles.tile), dtype, transforms=of_weights),
-            plgpu.SMEM((WARPGROUP,), jnp.float32),
-            LatentBarriers(
-                query_full=plgpu.Barrier(num_barriers=tiles.query_stages),
-                query_free=plgpu.Barrier(num_barriers=tiles.query_stages),
-                key_full=plgpu.Barrier(num_barriers=tiles.stages),
-                key_free=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
-                weights_full=plgpu.Barrier(),
-                weights_free=plgpu.Barrier(),
-            ),
-        ],
+        [WideMemory.scratch(plgpu, tiles, keys.shape[2], queries.dtype, kind, apart)],
+        scales=[a.scales[..., 0] for a in of_codes],
+        num_threads=4 if of_codes else 3,
     )
+
+
+def _numbers(arena: Arena) -> Array:
+    """An arena's numbers, or its codes."""
+    return arena.codes if isinstance(arena, QuantisedTensor) else arena
 
 
 def _launched(
@@ -296,11 +286,3 @@ def _launched(
         *([] if work.unseen is None else [work.unseen]),
         *scales,
     )
-
-
-def _transforms(plgpu: Any, columns: int, itemsize: int) -> tuple[Any, ...]:
-    """The tiling and swizzling of shared memory that wgmma and bulk copies need; rows of 16 bytes
-    lie one after the other."""
-    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-    return (tiling, plgpu.SwizzleTransform(swizzle)) if swizzle > 16 else (tiling,)

@@ -2,11 +2,11 @@
 
 Codes of eight bits and their scales are what is fetched. The second operand of wgmma lies in shared
 memory and has the queries' dtype, so each tile is converted there, once for both warpgroups that
-compute: codes are exact in that dtype. A fourth warpgroup does so, or, for heads so wide that its
-registers are needed, the one that fetches. The scales stay apart, as factors of a tile's scores and
-weights. They lie in a ring as long as both kinds of slots together: a tile is fetched when the slot
-of its codes is free, so that the tile which had it has been converted into the slot of an older one,
-and that one's scales have been read.
+compute: codes are exact in that dtype. A fourth warpgroup does so, or, where its registers are
+needed, the one that fetches. The scales stay apart, as factors of a tile's scores and weights. They
+lie in a ring as long as both kinds of slots together: a tile is fetched when the slot of its codes
+is free, so that the tile which had it has been converted into the slot of an older one, and that
+one's scales have been read.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads
 from jaxshare.pallas.tiles import MosaicTiles
 
 WIDEST_APART = 128
-"""The widest head dim that leaves registers for a fourth warpgroup."""
+"""The widest head dim whose results, of 64 queries a warpgroup, leave registers for a fourth one."""
 
 
 class TileStream(NamedTuple):
@@ -28,7 +28,8 @@ class TileStream(NamedTuple):
     Attributes:
       source: in device memory, [K, tokens, D].
       slots: in shared memory, [slots, tile, D].
-      full, free: barriers of the slots.
+      full, free: barriers of the slots; for each slot one that it is free, and one, or several, that
+        as many equal parts of its columns are full.
       scales: of codes, in device memory, [K, tokens]; else None, and so is `scale_slots`.
       scale_slots: in shared memory, [ring, tile].
     """
@@ -56,59 +57,49 @@ class TileStream(NamedTuple):
             to = self.scale_slots.at[lax.rem(number, self.scale_slots.shape[0])]
             plgpu.copy_gmem_to_smem(self.scales.at[head, tokens], to, full)
 
+    def parts(self, slot: Array) -> list[tuple[Any, Any]]:
+        """(the barrier that is full with it, its columns) of each part of a slot."""
+        count = self.full.shape[0] // self.slots.shape[0]
+        columns = self.slots.shape[2] // count
+        return [(self.full.at[slot * count + i], pl.ds(i * columns, columns)) for i in range(count)]
 
-class CodeBuffers(NamedTuple):
-    """The further shared memory and barriers of a kernel whose cache has codes.
+
+class CodeSlots(NamedTuple):
+    """The further shared memory and barriers for keys, or values, that are codes.
 
     Codes are [slots, tile, D], scales [ring, tile]. Full and free are between the warpgroups that
     fetch and convert.
     """
 
-    keys: Any
-    values: Any
-    key_scales: Any
-    value_scales: Any
-    key_full: Any
-    value_full: Any
-    key_free: Any
-    value_free: Any
+    codes: Any
+    scales: Any
+    full: Any
+    free: Any
 
     @classmethod
-    def scratch(
-        cls, plgpu: Any, tiles: MosaicTiles, dim: int, dtype: Any, transforms: Any
-    ) -> "CodeBuffers":
+    def scratch(cls, plgpu: Any, tiles: MosaicTiles, dim: int, dtype: Any) -> "CodeSlots":
         """Creates them for `plgpu.kernel`; `dtype` is that of the codes."""
-        codes = plgpu.SMEM((tiles.code_stages, tiles.tile, dim), dtype, transforms=transforms)
-        scales = plgpu.SMEM((tiles.code_stages + tiles.stages, tiles.tile), jnp.float32)
-        # Codes and scales arrive at one barrier.
-        full = plgpu.Barrier(num_arrivals=2, num_barriers=tiles.code_stages)
-        free = plgpu.Barrier(num_barriers=tiles.code_stages)
-        return cls(codes, codes, scales, scales, full, full, free, free)
-
-    def streams(
-        self, keys: Any, values: Any, key_scales: Any, value_scales: Any
-    ) -> tuple[TileStream, TileStream]:
-        """Codes and scales from device memory to these slots."""
-        return (
-            TileStream(keys, self.keys, self.key_full, self.key_free, key_scales, self.key_scales),
-            TileStream(
-                values,
-                self.values,
-                self.value_full,
-                self.value_free,
-                value_scales,
-                self.value_scales,
-            ),
+        transforms = layout_of(plgpu, code_columns(plgpu, dim), dtype.itemsize)
+        return cls(
+            plgpu.SMEM((tiles.code_stages, tiles.tile, dim), dtype, transforms=transforms),
+            plgpu.SMEM((tiles.code_stages + tiles.stages, tiles.tile), jnp.float32),
+            # Codes and scales arrive at one barrier.
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=tiles.code_stages),
+            free=plgpu.Barrier(num_barriers=tiles.code_stages),
         )
+
+    def stream(self, codes: Any, scales: Any) -> TileStream:
+        """Codes and scales from device memory to these slots."""
+        return TileStream(codes, self.codes, self.full, self.free, scales, self.scales)
 
 
 class Conversion(NamedTuple):
     """Codes on their way, and the slots that their numbers go to, of which source and scales are
-    not used. plgpu is Pallas' Mosaic GPU module."""
+    not used: of keys and values, or of keys alone. plgpu is Pallas' Mosaic GPU module."""
 
     plgpu: Any
-    codes: tuple[TileStream, TileStream]
-    numbers: tuple[TileStream, TileStream]
+    codes: tuple[TileStream, ...]
+    numbers: tuple[TileStream, ...]
 
     def all_tiles(self, reads: ItemReads) -> None:
         """Converts all tiles of an item, in their order, as a warpgroup's only work."""
@@ -131,9 +122,11 @@ class Conversion(NamedTuple):
             def _(free: Any = to.free.at[slot]) -> None:
                 self.plgpu.barrier_wait(free)
 
-            _convert(self.plgpu, source.slots.at[taken], to.slots.at[slot])
-            self.plgpu.commit_smem()
-            self.plgpu.barrier_arrive(to.full.at[slot])
+            for full, columns in to.parts(slot):
+                part = slice(None), columns
+                _convert(self.plgpu, source.slots.at[taken, *part], to.slots.at[slot, *part])
+                self.plgpu.commit_smem()
+                self.plgpu.barrier_arrive(full)
             self.plgpu.barrier_arrive(source.free.at[taken])
         return number + 1
 
@@ -147,6 +140,25 @@ def wait_for_last(plgpu: Any, used: Array, *barriers: Any) -> None:
             @pl.when(used > slot)
             def _(free: Any = free.at[slot]) -> None:
                 plgpu.barrier_wait(free)
+
+
+def scaled(plgpu: Any, x: Array, slots: Any, number: Array) -> Array:
+    """Numbers [64, tile] times the scales of the `number`-th tile's keys or values; `slots` are
+    those of scales."""
+    scales = plgpu.load(
+        slots.at[lax.rem(number, slots.shape[0])],
+        layout=plgpu.Layout.WGMMA.reduce(0),
+        optimized=False,
+    )
+    return x * lax.broadcast_in_dim(scales, x.shape, [1])
+
+
+def layout_of(plgpu: Any, columns: int, itemsize: int) -> tuple[Any, ...]:
+    """The tiling and swizzling of shared memory that wgmma and bulk copies need; rows of 16 bytes
+    lie one after the other."""
+    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+    return (tiling, plgpu.SwizzleTransform(swizzle)) if swizzle > 16 else (tiling,)
 
 
 def code_columns(plgpu: Any, dim: int) -> int:

@@ -9,6 +9,24 @@ MAX_QUERY_HEADS = 128
 """Query heads of a kv head."""
 
 
+def shares_queries(head_dim: int, codes: bool) -> bool:
+    """True where two warpgroups of a mosaic_gpu kernel have the same queries and half of the
+    results' columns each.
+
+    One warpgroup's registers do not have all of these: 512 columns of latents, and, where the cache
+    approximates (`codes`), 256, since one more warpgroup takes registers to convert.
+    """
+    return head_dim in LATENT_DIMS or (codes and head_dim > 192)
+
+
+def store_columns(head_dim: int, codes: bool) -> int:
+    """Columns of a head that the mosaic_gpu kernel stores through shared memory at once, in
+    float32. `codes`: the cache approximates, and codes have to fit beside wide heads."""
+    if head_dim % 64:
+        return head_dim
+    return 32 if codes and head_dim > 128 else 64
+
+
 def check_head_dim(head_dim: int, value_dim: int, rotated: int) -> None:
     """Checks the shape of a cache's heads.
 

@@ -27,9 +27,9 @@ from jax.experimental import pallas as pl
 
 from jaxshare.pallas.codes_mosaic_gpu import (
     WIDEST_APART,
-    CodeBuffers,
     Conversion,
     TileStream,
+    scaled,
     wait_for_last,
 )
 from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads
@@ -83,12 +83,10 @@ def attention_kernel(
     Refs in device memory: q [K, Q + span, D], k, v [K, tokens, D], limit [Q + span], item [P, 4],
     segment [S, 8], count [2], with a sliding window unseen [Q + span], of codes their scales
     [K, tokens], out [partial rows, padded D], lse [partial rows]. In shared memory: q [slots, 2,
-    64, D], k, v [slots, tile, D], out [2, 64, part], stat [2, 2, 64]; for codes `CodeBuffers`.
+    64, D], k, v [slots, tile, D], out [2, 64, part], stat [2, 2, 64], and the slots of codes of
+    keys and values, if there are any.
     """
-    codes: CodeBuffers | None = rest[-1] if isinstance(rest[-1], CodeBuffers) else None
-    *inputs, out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, stat_smem, barriers = (
-        rest if codes is None else rest[:-1]
-    )
+    *inputs, out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, stat_smem, barriers, codes = rest
     unseen_ref = inputs[: work.unseen is not None]
     size, dim, dtype = tiles.tile, k_ref.shape[2], q_ref.dtype
     wgmma = plgpu.Layout.WGMMA
@@ -98,11 +96,14 @@ def attention_kernel(
         TileStream(k_ref, k_smem, barriers.key_full, barriers.key_free),
         TileStream(v_ref, v_smem, barriers.value_full, barriers.value_free),
     )
-    if codes is not None:
-        fetched_tiles = codes.streams(k_ref, v_ref, *inputs[-2:])
+    if codes:
+        fetched_tiles = tuple(
+            each.stream(ref, scales)
+            for each, ref, scales in zip(codes, (k_ref, v_ref), inputs[-2:], strict=True)
+        )
     conversion = Conversion(plgpu, fetched_tiles, numbers)
     # The warpgroup that fetches converts, too.
-    is_joint = codes is not None and dim > WIDEST_APART
+    is_joint = bool(codes) and dim > WIDEST_APART
 
     @pl.when(warpgroup == 2)
     def _fetch() -> None:
@@ -154,7 +155,7 @@ def attention_kernel(
         if is_joint:
             wait_for_last(plgpu, fetched, *(stream.free for stream in numbers))
 
-    if codes is not None and not is_joint:
+    if codes and not is_joint:
 
         @pl.when(warpgroup == 3)
         def _convert() -> None:
@@ -164,9 +165,7 @@ def attention_kernel(
     @pl.when(warpgroup < 2)
     def _compute() -> None:
         # of the 504, or with four warpgroups 512, that there are for all
-        plgpu.set_max_registers(
-            240 if codes is None else 216 if is_joint else 208, action="increase"
-        )
+        plgpu.set_max_registers(240 if not codes else 216 if is_joint else 208, action="increase")
 
         def filled(value: float, *shape: int) -> Array:
             return plgpu.layout_cast(
@@ -175,12 +174,6 @@ def attention_kernel(
 
         def wide(x: Array, columns: int) -> Array:
             return lax.broadcast_in_dim(x, (WARPGROUP, columns), [0])
-
-        def scaled(x: Array, slots: Any, used: Array) -> Array:
-            """Numbers [64, tile] times the scales of the tile's keys or values."""
-            ref = slots.at[lax.rem(used, slots.shape[0])]
-            scales = plgpu.load(ref, layout=wgmma.reduce(0), optimized=False)
-            return x * lax.broadcast_in_dim(scales, x.shape, [1])
 
         def compute_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             pieces, used = done
@@ -216,8 +209,8 @@ def attention_kernel(
                         return ref[...]
 
                     scores = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP, size), jnp.float32))
-                    if codes is not None:
-                        scores = scaled(scores, codes.key_scales, used)
+                    if codes:
+                        scores = scaled(plgpu, scores, codes[0].scales, used)
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
                     scores = capped(scores, softcap, few_registers=dim >= 256 or is_joint)
                     if masked:
@@ -228,12 +221,13 @@ def attention_kernel(
                     keep = jnp.exp2(top - under)
                     weights = jnp.exp2(scores - wide(under, size))
                     total = total * keep + jnp.sum(weights, axis=1)
-                    if codes is None:
+                    if not codes:
                         weights = weights.astype(dtype)
                         plgpu.barrier_wait(barriers.value_full.at[slot])
                     else:
                         plgpu.barrier_wait(barriers.value_full.at[slot])
-                        weights = scaled(weights, codes.value_scales, used).astype(dtype)
+                        weights = scaled(plgpu, weights, codes[1].scales, used)
+                        weights = weights.astype(dtype)
                     mixed = mixed * wide(keep, dim)
 
                     def mix(ref: Any) -> None:

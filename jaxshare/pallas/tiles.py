@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxshare.layout import bucket
 from jaxshare.pallas.device import Device
-from jaxshare.pallas.head_dims import LATENT_DIMS
+from jaxshare.pallas.head_dims import LATENT_DIMS, shares_queries, store_columns
 from jaxshare.paths import cache_folder
 from jaxshare.quantised_cache import SCALE_BYTES
 
@@ -117,28 +117,20 @@ def shared_memory(device: Device) -> int:
     return _SHARED_MEMORY.get(device.capability, min(_SHARED_MEMORY.values())) * _KIB
 
 
-def store_columns(head_dim: int, codes: bool) -> int:
-    """Columns of a head that the mosaic_gpu kernel stores through shared memory at once, in
-    float32. `codes`: the cache approximates, and codes have to fit beside wide heads."""
-    if head_dim % 64:
-        return head_dim
-    return 32 if codes and head_dim > 128 else 64
-
-
 def mosaic_bytes(tiles: MosaicTiles, head_dim: int, *, codes: bool = False) -> int:
     """Bytes of shared memory that the mosaic_gpu kernel takes; `codes`: the cache approximates.
 
     A little more than exact for its barriers and statistics.
     """
-    if head_dim in LATENT_DIMS:  # queries of one warpgroup, keys, and weights
-        columns = (tiles.query_stages * _SPAN // 2 + tiles.stages * tiles.tile) * head_dim
-        return (columns + _SPAN // 2 * tiles.tile) * _ITEMSIZE + 2 * _KIB
+    span, arrays = _SPAN, 1 if head_dim in LATENT_DIMS else 2
+    beside = _SPAN * store_columns(head_dim, codes) * 4  # results
+    if shares_queries(head_dim, codes):
+        span, beside = _SPAN // 2, _SPAN // 2 * tiles.tile * _ITEMSIZE  # weights
     scales = tiles.code_stages + tiles.stages
     return (
-        tiles.query_stages * _SPAN * head_dim * _ITEMSIZE
-        + tiles.stages * 2 * tiles.tile * head_dim * _ITEMSIZE
-        + codes * 2 * tiles.tile * (tiles.code_stages * head_dim + scales * SCALE_BYTES)
-        + _SPAN * store_columns(head_dim, codes) * 4
+        (tiles.query_stages * span + tiles.stages * arrays * tiles.tile) * head_dim * _ITEMSIZE
+        + codes * arrays * tiles.tile * (tiles.code_stages * head_dim + scales * SCALE_BYTES)
+        + beside
         + 2 * _KIB
     )
 
@@ -249,9 +241,12 @@ CODES_TABLE = {
     96: (MosaicTiles(64, 2, 2, 4), MosaicTiles(64, 2, 2, 4)),
     128: (MosaicTiles(64, 2, 2, 3), MosaicTiles(64, 2, 2, 3)),
     192: (MosaicTiles(64, 2, 1, 2), MosaicTiles(64, 2, 1, 2)),
+    256: (MosaicTiles(64, 1, 2, 2), MosaicTiles(64, 1, 2, 2)),
+    576: (MosaicTiles(64, 1, 1, 2), MosaicTiles(64, 1, 1, 2)),
 }
-"""The same where the cache approximates. With 256 columns converting leaves too few registers to
-those that compute: 204 bytes of them spill at the least."""
+"""The same where the cache approximates; `stages` are then of converted tiles. One is enough for
+heads of 256: keys are converted while values are used, and the other way round. Of latents no more
+than one fits."""
 
 TRITON_TABLE = {
     64: ((64, 3), (64, 2)),

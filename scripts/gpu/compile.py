@@ -315,9 +315,8 @@ def quantised_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Ta
 
 def code_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterator[Task]:
     """Block attention over caches that approximate, alone and in decode steps."""
-    cases = {"mosaic_gpu": programs.CODED, "triton": (*programs.CODED, *programs.WIDE_CODED)}
     for backend in options.backends:
-        for case in cases.get(backend, ()):
+        for case in () if backend == "xla" else programs.CODED:
             yield (
                 {"backend": backend, "case": case._asdict(), "name": str(case)},
                 lambda backend=backend, case=case: kernels_of(

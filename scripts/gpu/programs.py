@@ -111,22 +111,19 @@ CODED = (
     *(
         Case(head_dim, 4, "bfloat16", *one, approximate=form)
         for head_dim in HEAD_DIMS
-        if head_dim <= 192  # mosaic_gpu serves no wider ones
         for form, one in (("int8", PASSES[0]), ("fp8", PASSES[4]))
     ),
     Case(128, 8, "bfloat16", *PASSES[3], approximate="fp8"),
     Case(128, 8, "float16", *PASSES[1], approximate="int8"),
     Case(64, 8, "bfloat16", *PASSES[0], Scoring(128, sinks=True), approximate="fp8"),
     Case(192, 2, "float16", *PASSES[4], Scoring(4096, 50.0), approximate="int8"),
-)
-"""Caches that approximate."""
-WIDE_CODED = (
-    Case(256, 4, "bfloat16", *PASSES[0], approximate="int8"),
     Case(256, 2, "bfloat16", *PASSES[4], Scoring(4096, 50.0), approximate="fp8"),
+    Case(256, 8, "float16", *PASSES[3], approximate="int8"),
     Case(LATENT_DIM, 16, "bfloat16", *PASSES[0], approximate="int8"),
     Case(LATENT_DIM, 16, "bfloat16", *PASSES[4], approximate="fp8"),
+    Case(LATENT_DIM, 128, "float16", *PASSES[2], Scoring(4096, 50.0), approximate="int8"),
 )
-"""Those that mosaic_gpu leaves to triton."""
+"""Caches that approximate."""
 QUICK_SPREAD = tuple(
     case for case in QUICK if case.group == 4 and (case.width, case.rows, case.blocks) == PASSES[0]
 )
@@ -166,8 +163,9 @@ Traced = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 """A function and the shapes of its arguments."""
 
 
-def attention(case: Case, backend: str, kv_heads: int = 2) -> Traced:
-    """A call of block attention; arguments q, keys, values, plan."""
+def attention(case: Case, backend: str | None, kv_heads: int = 2) -> Traced:
+    """A call of block attention by a backend, or by the best one; arguments q, keys, values,
+    plan."""
     config = Shape.of(case, kv_heads)
     listed, capacities = arranged(case.rows, case.blocks, history=16384, own=512)
     cache = jax.eval_shape(

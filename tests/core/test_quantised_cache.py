@@ -93,7 +93,7 @@ def filled(format, dtype) -> KVCache:
 def attention_in_numpy(cache, rows, count, q, scoring=PLAIN) -> np.ndarray:
     """Attention of tokens that are in the cache already, over what its codes stand for."""
     keys, values = (numbers(arenas[0]).swapaxes(0, 1) for arenas in (cache.keys, cache.values))
-    values = values if values.shape[2] else keys[..., 8:]
+    values = values if values.shape[2] else keys[..., 2 * len(cache.rope.frequencies) :]
     offsets, lengths, phases = (np.asarray(a) for a in (cache.offsets, cache.lengths, cache.phases))
     out = np.full((*q.shape[:3], values.shape[2]), np.nan)
     for r, row in enumerate(rows):

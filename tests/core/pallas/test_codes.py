@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import KVCache, Layout, Rope, block_attention, make_plan
-from jaxshare.pallas.device import H200, Device, assume_device
+from jaxshare.pallas.device import Device, assume_device
 from jaxshare.pallas.tiles import MosaicTiles, use_tiles
 from jaxshare.quantised_cache import as_stored, empty_arena
 from tests.core.attention.test_attention import Case, Shape, cases, place
@@ -105,6 +105,8 @@ def check(
             ("mosaic_gpu", "fp8", 128),
             ("mosaic_gpu", "int8", 192),
             ("mosaic_gpu", "fp8", 192),
+            ("mosaic_gpu", "int8", 256),
+            ("mosaic_gpu", "fp8", 256),
         ],
         2,
         several=True,
@@ -130,6 +132,7 @@ def test_attention_is_that_over_the_numbers_of_the_codes(backend, format, dim):
 
 
 MOSAIC = "mosaic_gpu"
+HEADS_OF_256 = dataclasses.replace(DECODE, dim=256, rotary=256)
 
 
 @pytest.mark.slow
@@ -145,8 +148,45 @@ def test_pending_tokens_in_float16(format):
     check(MOSAIC, format, PENDING, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
 
 
+@pytest.mark.parametrize(
+    ("format", "more"),
+    mostly_slow(
+        [
+            ("int8", dict()),
+            ("fp8", dict(width=3, heads=5, dtype=jnp.float16)),
+            ("fp8", dict(heads=128)),
+            ("int8", dict(width=40, heads=2)),
+            ("int8", dict(scoring=Scoring(100, 3.0, (1.0, -np.inf) * 8))),
+        ],
+        several=True,
+    ),
+    ids=str,
+)
+def test_values_that_are_a_part_of_keys(format, more):
+    """A row's own block is full with what it brings, and one of a single token is before it."""
+    shape = dataclasses.replace(LATENT, **more)
+    lengths = [150, 66, 0] if more else [150, 1, 0]
+    rows = case([[0, 1], [0, 2]], [shape.width, 1], lengths, gaps=[1, 0, 3], phases=[0, 5, 0])
+    check(MOSAIC, format, shape, rows)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 192])
+def test_one_token_alone():
+    """The first token of a row, and rows that bring nothing."""
+    for shape in (HEADS_OF_256, LATENT):
+        check(MOSAIC, "int8", shape, case([[0], []], [1, 0], [0] * shape.blocks))
+
+
+@pytest.mark.slow
+def test_wide_heads_with_more_queries_than_both_warpgroups_take():
+    """80 queries of 256 entries: both warpgroups have the same 64, so that there are two pieces."""
+    shape = dataclasses.replace(WIDE, dim=256, rotary=256)
+    rows = [[0, n] for n in range(1, 6)]
+    check(MOSAIC, "fp8", shape, case(rows, [1] * 5, [300, 5, 0, 64, 1, 17], gaps=[1] * 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 192, 256])
 def test_windows_softcaps_and_sinks(dim):
     scoring = Scoring(window=70, softcap=8.0, sinks=(1.0, -2.0, 4.0, -np.inf))
     shape = dataclasses.replace(DECODE, dim=dim, rotary=dim, scoring=scoring)
@@ -160,6 +200,22 @@ def test_other_tiles(tiles):
     with use_tiles(tiles):
         rows = [[0, 1], [1, 0, 2], [3]]
         check(MOSAIC, "fp8", DECODE, case(rows, [1, 1, 1], [300, 129, 3, 0], gaps=[1, 0, 0, 0]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        (HEADS_OF_256, MosaicTiles(64, 2, 1, 1)),
+        (HEADS_OF_256, MosaicTiles(128, 1, 1, 1)),
+        (LATENT, MosaicTiles(64, 1, 2, 1)),
+    ],
+)
+def test_other_tiles_of_wide_heads(shape, tiles):
+    with use_tiles(tiles):
+        rows, lengths, gaps = [[0, 1], [1, 2]], [200, 129, 0, 0], [1, 0, 0, 0]
+        n = shape.blocks
+        check(MOSAIC, "fp8", shape, case(rows, [1, 1], lengths[:n], gaps=gaps[:n]))
 
 
 @pytest.mark.slow
@@ -179,30 +235,23 @@ def test_many_layouts_of_wide_heads(case):
 
 @pytest.mark.slow
 @settings(max_examples=10)
+@given(cases(HEADS_OF_256, lengths=SOME_LENGTHS), st.sampled_from(["int8", "fp8"]))
+def test_many_layouts_of_heads_whose_columns_are_shared(case, format):
+    check(MOSAIC, format, HEADS_OF_256, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(cases(LATENT, lengths=SOME_LENGTHS), st.sampled_from(["int8", "fp8"]))
+def test_many_layouts_of_latents(case, format):
+    check(MOSAIC, format, LATENT, case)
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
 @given(cases(WIDE, lengths=SOME_LENGTHS))
 def test_many_layouts_of_many_queries(case):
     check(MOSAIC, "fp8", WIDE, case)
-
-
-@pytest.mark.parametrize("shape", [dataclasses.replace(DECODE, dim=256, rotary=256), LATENT])
-def test_what_mosaic_leaves_to_triton(shape):
-    """The reason is said where it is named alone; without a name the next backend is taken."""
-    rows, lengths = [[0, 1]], [5, 3, 0, 0][: shape.blocks]
-    (exact, layout, count, q, _, _), _ = place(shape, case(rows, [1], lengths))
-    keys, values = (
-        empty_arena(arena.shape, arena.dtype, "int8", None)
-        for arena in (exact.keys[0], exact.values[0])
-    )
-
-    def attend(q, keys, values, implementation):
-        plan = make_plan(exact, layout, count, 1)
-        return block_attention(q, keys, values, plan, implementation=implementation)
-
-    with assume_device(H200):
-        with pytest.raises(NotImplementedError, match=r"approximates .*64, 80, 96, 128, 192"):
-            jax.eval_shape(lambda *a: attend(*a, "mosaic_gpu"), q, keys, values)
-        jaxpr = jax.make_jaxpr(lambda *a: attend(*a, None))(q, keys, values)
-    assert "pallas_call" in str(jaxpr) and "mosaic_gpu" not in str(jaxpr)
 
 
 def test_fp8_on_a_gpu_that_does_not_convert_it():

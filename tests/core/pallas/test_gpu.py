@@ -140,11 +140,14 @@ def test_long_blocks_and_many_heads(judge, backend, case):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", ["int8", "fp8"])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256, 576])
 def test_codes(gpu, backend, format, dim):
     if not able(backend, gpu) or ((backend, format) == ("triton", "fp8") and gpu.capability < 89):
         pytest.skip(f"{backend} does not serve {format} on {gpu.kind}")
-    shape = dataclasses.replace(codes_interpreted.WIDE, dim=dim, rotary=dim)
+    latent = dim == 576
+    shape = dataclasses.replace(
+        codes_interpreted.WIDE, dim=dim, rotary=64 if latent else dim, latent=latent
+    )
     rows, lengths = [[0, n] for n in range(1, 6)], [300, 5, 0, 64, 1, 17]
     some = interpreted.case(rows, [1] * 5, lengths, gaps=[1] * 6, seed=secrets.randbelow(2**31))
     codes_interpreted.check(backend, format, shape, some, gpu)

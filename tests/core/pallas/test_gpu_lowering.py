@@ -109,10 +109,14 @@ def test_codes_lower_for_cuda(backend, case):
     check(backend, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", programs.WIDE_CODED, ids=str)
-def test_codes_of_wide_heads_lower_for_cuda(case):
-    check("triton", case)
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow([case for case in programs.CODED[::-1] if case.head_dim > 192]),
+    ids=str,
+)
+def test_codes_of_wide_heads_are_served_by_mosaic_without_a_name(case):
+    function, arguments = programs.attention(case, None)
+    assert calls(lowered("mosaic_gpu", function, *arguments)) == {"mosaic_gpu"}
 
 
 @pytest.mark.parametrize("form", mostly_slow(quantised_steps.FORMS), ids=lambda form: form.name)
