@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.tensor_parallel import param_path
-from jaxshare.pallas.dense_products import choose_tiles, gpu_dense_product
+from jaxshare.pallas.dense_products import gpu_dense_product
+from jaxshare.pallas.dense_products_triton import choose_tiles
 from jaxshare.pallas.device import H200
 from jaxshare.pallas.matrix_codes import in_arrays
 from jaxshare.quantised import FORMATS, QuantisedTensor, is_quantised
