@@ -67,14 +67,15 @@ def mosaic_dense_product(
     """
     device = supported_device(x, kernel)
     form, arrays = in_arrays(kernel)
-    _check(device, form, kernel)
+    check_served(device, form, kernel)
     rows, outputs = x.shape[0], kernel.shape[0]
     tiles = choose_product_tiles(rows, outputs, form, kernel.codes.shape[1], device)
     found = _products(kernel.ordered(x), form, arrays, tiles, jnp.dtype(dtype), device)
     return found[0] if tiles.pieces == 1 else jnp.sum(found, axis=0).astype(dtype)
 
 
-def _check(device: Device, form: MatrixForm, kernel: QuantisedTensor) -> None:
+def check_served(device: Device, form: MatrixForm, kernel: QuantisedTensor) -> None:
+    """Raises NotImplementedError if the kernel does not serve a matrix of this form."""
     if device.capability // 10 != 9:
         # Later GPUs have other matrix instructions in place of wgmma.
         raise NotImplementedError("it runs on GPUs of compute capability 9.0")
@@ -182,7 +183,7 @@ def _kernel(
     first = piece * tiles.steps
     steps = jnp.minimum(tiles.steps, codes_ref.shape[1] // tiles.stored - first)
 
-    @pl.when(warpgroup == tiles.warpgroups)
+    @pl.when(warpgroup >= tiles.warpgroups)
     def _fetch() -> None:
         plgpu.set_max_registers(fetching, action="decrease")
 
@@ -210,8 +211,10 @@ def _kernel(
                     full,
                 )
 
-        lax.fori_loop(0, steps, fetch, None)
-        wait_for_last(plgpu, steps, barriers.free)
+        # Adds nothing; but compilers unroll a loop whose turns they know, beyond these registers.
+        turns = steps + (warpgroup - tiles.warpgroups)
+        lax.fori_loop(0, turns, fetch, None)
+        wait_for_last(plgpu, turns, barriers.free)
 
     @pl.when(warpgroup < tiles.warpgroups)
     def _compute() -> None:
@@ -295,10 +298,13 @@ class _Multiplier(NamedTuple):
     def _groups(self, step: Array) -> list[list[Array]]:
         """The scales, and zeros if there are any, of a step; beyond the last one of any."""
         stored, size = self.tiles.stored, group_bytes(self.form)
-        at = jnp.minimum((self.first + step) * stored, self.codes_ref.shape[1] - stored)
-        apart = size % stored != 0
-        starts = range(0, stored, self.tiles.width) if apart else range(1)
-        return [self._group(lax.div(at + start, size)) for start in starts]
+        number = jnp.minimum(self.first + step, self.codes_ref.shape[1] // stored - 1)
+        if size % stored == 0:
+            return [self._group(lax.div(number, size // stored))]
+        starts = range(0, stored, self.tiles.width)
+        if stored % size == 0:
+            return [self._group(number * (stored // size) + start // size) for start in starts]
+        return [self._group(lax.div(number * stored + start, size)) for start in starts]
 
     def _group(self, group: Array | int) -> list[Array]:
         rows, layout = pl.ds(self.output, WARPGROUP), self.plgpu.Layout.WGMMA.reduce(1)

@@ -104,7 +104,8 @@ def numbers(form: MatrixForm, codes: Array, byte: Array) -> list[tuple[Array, Ar
 def halves(form: MatrixForm, byte: Array) -> tuple[Array, Array]:
     """The inputs whose codes are in the low and in the high bits of bytes."""
     half = form.group // 2
-    low = byte // half * form.group + byte % half
+    # No byte is negative, which `//` and `%` would ask.
+    low = lax.div(byte, half) * form.group + lax.rem(byte, half)
     return low, low + half
 
 

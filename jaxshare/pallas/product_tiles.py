@@ -28,9 +28,17 @@ _FETCHING = 32
 """Registers of a thread that fetches."""
 _MEMORY_SLOWER = 1.25
 """Times that device memory is slower than the level-2 cache (benchmarks/roofline.md)."""
+_NUMBER, _PRODUCT = 0.7, 0.012
+"""Bytes that the level-2 cache gives a multiprocessor, 24 a clock, in the time that it takes for a
+number of the matrix, about 3.5 instructions of 128 a clock, and for its product with a row, one of
+2,048 a clock."""
 ROWS_OF = {4: 64, 3: 64, 2: 128}
 """Rows of a block at most by the number of warpgroups that compute: sums, and numbers of a step, are
 in registers, of which few warpgroups have more."""
+_ROWS_BESIDE_ZEROS = {4: 24, 3: 64, 2: 128}
+_ROWS_OF_SMALL_GROUPS = {4: 24, 3: 48, 2: 96}
+"""Those where zeros, or scales of small groups, are in registers too. ptxas spills a few
+with many more."""
 
 
 class ProductTiles(NamedTuple):
@@ -77,10 +85,10 @@ def group_bytes(form: MatrixForm) -> int:
 def choose_product_tiles(
     rows: int, outputs: int, form: MatrixForm, stored: int, device: Device
 ) -> ProductTiles:
-    """Chooses the tiles with which a multiprocessor reads least, in turns of all of them.
+    """Chooses the tiles with which a multiprocessor is done first, in turns of all of them.
 
     Wide tiles read rows less often, many pieces are work for all multiprocessors, and sums of
-    pieces are written and read again. Of those that read the same the longest steps are taken.
+    pieces are written and read again. Of those that take the same the longest steps are chosen.
     """
     found = _possible_tiles(rows, outputs, form, stored)
     return min(found, key=lambda tiles: _bytes_in_turns(tiles, rows, outputs, form, device))
@@ -91,7 +99,8 @@ def _possible_tiles(
 ) -> Iterator[ProductTiles]:
     padded = -(-rows // EIGHT) * EIGHT
     width = CODES if group_bytes(form) % CODES == 0 else CODES // 2
-    for warpgroups, most in ROWS_OF.items():
+    rows_of = _ROWS_BESIDE_ZEROS if form.has_zeros else ROWS_OF
+    for warpgroups, most in (_ROWS_OF_SMALL_GROUPS if width < CODES else rows_of).items():
         blocks = -(-padded // most)
         height = -(-padded // blocks // EIGHT) * EIGHT
         for step in (2 * CODES, CODES):
@@ -110,13 +119,15 @@ def _possible_tiles(
 def _bytes_in_turns(
     tiles: ProductTiles, rows: int, outputs: int, form: MatrixForm, device: Device
 ) -> float:
-    """The bytes that a multiprocessor reads from the level-2 cache, of those from memory as many as
-    would take the same time."""
+    """The bytes that a multiprocessor reads from the level-2 cache, or could in the time of what
+    takes longer: memory, instructions, products."""
     codes, read = tiles.step_bytes(form)
     programs = -(-rows // tiles.rows) * -(-outputs // tiles.outputs) * tiles.pieces
     turns = -(-programs // device.multiprocessors)
     sums = 2 * tiles.pieces * rows * outputs * 4 if tiles.pieces > 1 else 0
-    a_step = max(codes * _MEMORY_SLOWER, codes + read)
+    numbers = codes * (1 + form.is_packed)
+    products = numbers * tiles.rows * _PRODUCT
+    a_step = max(codes * _MEMORY_SLOWER, codes + read, numbers * _NUMBER, products)
     fill = _FILL * 2 * CODES / tiles.stored
     return turns * (tiles.steps + fill) * a_step + sums / device.multiprocessors
 
