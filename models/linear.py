@@ -32,7 +32,7 @@ _STRIP = 2**20
 _ALIGNED = 16
 """Outputs that are computed at once are a multiple of this."""
 
-_BACKENDS_OF_GPUS = frozenset({"mosaic_gpu", "triton"})
+_BACKENDS_OF_GPUS = ("mosaic_gpu", "triton")
 """The backends of attention whose passes use kernels for products too."""
 
 
@@ -193,9 +193,18 @@ def products(
 def uses_gpu_kernels(implementation: Implementation) -> bool:
     """Returns whether a pass with this `implementation` on the device that is being traced for uses
     kernels of GPUs for its products."""
+    return bool(_gpu_backends(implementation))
+
+
+def _gpu_backends(implementation: Implementation) -> tuple[str, ...]:
+    """The backends whose kernels a pass uses for its products, on the device that is being traced
+    for. The kernels of Mosaic GPU do not serve all that those of Triton do."""
     names = (implementation,) if isinstance(implementation, str) else implementation
-    asked = names is None or bool(_BACKENDS_OF_GPUS.intersection(names))
-    return asked and current_device() is not None
+    if current_device() is None:
+        return ()
+    if names is None or "mosaic_gpu" in names:
+        return _BACKENDS_OF_GPUS
+    return tuple(name for name in _BACKENDS_OF_GPUS if name in names)
 
 
 def _product_on_device(
@@ -203,11 +212,12 @@ def _product_on_device(
 ) -> Array:
     """x @ kernel.T, of a quantised kernel on a GPU without its dequantised numbers in memory where
     that is served."""
-    if isinstance(kernel, QuantisedTensor) and uses_gpu_kernels(implementation):
+    backends = _gpu_backends(implementation)
+    if isinstance(kernel, QuantisedTensor) and backends:
         from jaxshare.pallas.dense_products import gpu_dense_product
 
         try:
-            found = gpu_dense_product(x.reshape(-1, x.shape[-1]), kernel, dtype)
+            found = gpu_dense_product(x.reshape(-1, x.shape[-1]), kernel, dtype, backends)
             return found.reshape(*x.shape[:-1], -1)
         except NotImplementedError:
             pass

@@ -104,7 +104,8 @@ def numbers(form: MatrixForm, codes: Array, byte: Array) -> list[tuple[Array, Ar
 def halves(form: MatrixForm, byte: Array) -> tuple[Array, Array]:
     """The inputs whose codes are in the low and in the high bits of bytes."""
     half = form.group // 2
-    low = byte // half * form.group + byte % half
+    # No byte is negative, which `//` and `%` would ask.
+    low = lax.div(byte, half) * form.group + lax.rem(byte, half)
     return low, low + half
 
 
@@ -156,7 +157,7 @@ def less_zeros(
             codes_of = (wide & 15, wide >> 4)
             return [(each.astype(jnp.float32) - less).astype(dtype) for each in codes_of]
         # What is added, of the size that `nibbles` has made numbers by.
-        add = (-less - _BASE[jnp.dtype(dtype).name]) * jnp.ones(codes.shape, jnp.float32)
+        add = (-less - BASE[jnp.dtype(dtype).name]) * jnp.ones(codes.shape, jnp.float32)
         return [
             _by_ptx(nibbles(jnp.dtype(dtype).name, high), dtype, codes, add.astype(dtype))
             for high in (False, True)
@@ -172,7 +173,7 @@ def less_zeros(
 # where it is put: by one instruction for two of them, and another that takes the rest away. Compilers
 # make four or more of each. Numbers are kept in pairs, and are fewer than 256.
 
-_BASE = {"bfloat16": 128, "float16": 1024}
+BASE = {"bfloat16": 128, "float16": 1024}
 _HIGH_BYTE = {"bfloat16": "0x43434343", "float16": "0x64646464"}
 _TYPE = {"bfloat16": "bf16x2", "float16": "f16x2"}
 _ONE = {"bfloat16": "0x3F803F80", "float16": "0x3C003C00"}
@@ -212,6 +213,28 @@ def signed_bytes(dtype: str) -> str:
         for i, bytes_ in enumerate((_FIRST, _SECOND))
     )
     return " ".join(("{ .reg .b32 t, n, s, less; mov.b32 less, 0xBF80BF80;", *pairs, "}"))
+
+
+def e4m3_bytes(dtype: str) -> str:
+    """PTX that makes four numbers of `dtype`, $0 and $1, of four of float8_e4m3fn, $2, that are not
+    NaN."""
+    if dtype == "float16":
+        return (
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+            + " ".join(
+                f"cvt.rn.f16x2.e4m3x2 ${i}, {half};" for i, half in enumerate(("low", "high"))
+            )
+            + " }"
+        )
+    # The exponent's four bits become the last of eight: what is less by 2 ** 120, subnormal numbers
+    # included.
+    pairs = (
+        f"prmt.b32 n, $2, 0, {bytes_}; and.b32 s, n, 0x80008000; shr.b32 n, n, 4; "
+        f"and.b32 n, n, 0x07F007F0; or.b32 n, n, s; fma.rn.bf16x2 ${i}, n, more, none;"
+        for i, bytes_ in enumerate(("0x1404", "0x3424"))
+    )
+    start = "{ .reg .b32 n, s, more, none; mov.b32 more, 0x7B807B80; mov.b32 none, 0x80008000;"
+    return " ".join((start, *pairs, "}"))
 
 
 def _by_ptx(code: str, dtype: Any, *arrays: Array) -> Array:

@@ -299,18 +299,15 @@ def quantised_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Ta
     """Products of quantised matrices alone, and decode steps of published models with them."""
     from scripts.gpu import quantised_steps as steps
 
-    if "triton" in options.backends:
-        for form, rows in itertools.product(steps.FORMS, steps.ROWS):
-            yield (
-                steps.describe_product(form, rows),
-                lambda form=form, rows=rows: steps.compiled_product(compiler, form, rows),
-            )
+    kernels = [backend for backend in steps.KERNELS if backend in options.backends]
+    for task in itertools.product(kernels, steps.FORMS, steps.ROWS):
+        yield (
+            steps.describe_product(*task),
+            lambda task=task: steps.compiled_product(compiler, *task),
+        )
     if steps.BACKEND in options.backends:
-        for name, form in itertools.product(steps.MODELS, steps.FORMS):
-            yield (
-                steps.describe(name, form),
-                lambda name=name, form=form: steps.compiled(compiler, name, form),
-            )
+        for task in itertools.product(steps.MODELS, steps.FORMS, steps.STEPS):
+            yield (steps.describe(*task), lambda task=task: steps.compiled(compiler, *task))
 
 
 def code_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterator[Task]:

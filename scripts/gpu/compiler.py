@@ -99,18 +99,8 @@ def find_ptxas() -> tuple[Path, str]:
     Raises:
       MissingError: there is none.
     """
-    on_path = shutil.which("ptxas")
-    folders = [
-        Path(on_path).parent if on_path else None,
-        Path(os.environ["CUDA_HOME"]) / "bin" if os.environ.get("CUDA_HOME") else None,
-        CUDA_FOLDER / "bin",
-        *_wheel_folders(),
-    ]
     old = []
-    for folder in filter(None, folders):
-        program = folder / "ptxas"
-        if not os.access(program, os.X_OK):
-            continue
+    for program in _programs("ptxas"):
         said = subprocess.run(
             [program, "--version"], capture_output=True, text=True, check=False
         ).stdout
@@ -129,8 +119,34 @@ def find_ptxas() -> tuple[Path, str]:
     )
 
 
+def find_nvdisasm() -> Path:
+    """NVIDIA's disassembler: the first of the places where ptxas is looked for.
+
+    Raises:
+      MissingError: there is none.
+    """
+    for program in _programs("nvdisasm"):
+        return program
+    raise MissingError(f"there is no nvdisasm: pip install nvidia-cuda-nvdisasm, or {INSTALL}")
+
+
+def _programs(name: str) -> Iterator[Path]:
+    """The programs of a name that can be run."""
+    on_path = shutil.which(name)
+    folders = [
+        Path(on_path).parent if on_path else None,
+        Path(os.environ["CUDA_HOME"]) / "bin" if os.environ.get("CUDA_HOME") else None,
+        CUDA_FOLDER / "bin",
+        *_wheel_folders(),
+    ]
+    for folder in filter(None, folders):
+        if os.access(folder / name, os.X_OK):
+            yield folder / name
+
+
 def _wheel_folders() -> Iterator[Path]:
-    """The program folders of the Python package nvidia-cuda-nvcc, if it is installed."""
+    """The program folders of NVIDIA's Python packages, which share one, if nvidia-cuda-nvcc is
+    installed."""
     try:
         files = importlib.metadata.files("nvidia-cuda-nvcc") or []
     except importlib.metadata.PackageNotFoundError:
@@ -207,7 +223,8 @@ def read_dynamic_shared(passes: str) -> int:
 class Program:
     """A compiled program: its optimised HLO, its kernels, and its memory in bytes.
 
-    `launches` is what its host works through, as `scripts.gpu.thunks` reads it.
+    `launches` is what its host works through, as `scripts.gpu.thunks` reads it; `ptx` has the code
+    of kernels that were compiled for it, ours and XLA's.
     """
 
     text: str
@@ -217,6 +234,7 @@ class Program:
     argument_bytes: int = 0
     output_bytes: int = 0
     launches: str = ""
+    ptx: tuple[str, ...] = ()
 
 
 _STRING = r'"((?:[^"\\]|\\.)*)"'
@@ -232,7 +250,7 @@ class Compiler:
 
         self._mesh = jax.sharding.Mesh(np.array(self.devices(1)), ("device",))
         self.device: str = self._mesh.devices[0].device_kind
-        self._ptxas, self._folder = toolchain.ptxas, folder
+        self.ptxas, self._folder = toolchain.ptxas, folder
         self._mosaic: dict[str, Kernel] = {}
 
     @staticmethod
@@ -279,6 +297,7 @@ class Compiler:
                 memory.argument_size_in_bytes,
                 memory.output_size_in_bytes,
                 self._launches(),
+                tuple(p.read_text(encoding="utf-8") for p in sorted(self._folder.glob("*.ptx"))),
             )
         finally:
             self._clear()
@@ -369,14 +388,14 @@ class Compiler:
             # Of kernels of one name all but the first get a number.
             if any(re.sub(r"_+\d+$", "", name) in used or name in used for name in entries):
                 done = subprocess.run(
-                    [self._ptxas, "-v", f"-arch={ARCHITECTURE}", ptx, "-o", os.devnull],
+                    [self.ptxas, "-v", f"-arch={ARCHITECTURE}", ptx, "-o", os.devnull],
                     capture_output=True,
                     text=True,
                     check=False,
                 )
                 if done.returncode:
                     raise ValueError(
-                        f"{self._ptxas} cannot read what XLA wrote: {done.stderr.strip()[:300]}"
+                        f"{self.ptxas} cannot read what XLA wrote: {done.stderr.strip()[:300]}"
                     )
                 numbers |= read_ptxas(done.stderr)
         if len(numbers) < len(used) or numbers.keys() - launches.keys():

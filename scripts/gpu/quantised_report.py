@@ -21,6 +21,7 @@ def goals_of_quantised(result: Mapping[str, Any]) -> list[Goal]:
                 0.5,
                 at_most=True,
             ),
+            Goal(f"{what}: wgmma in its loop", result["loop"]["products"], 1),
         ]
     found = result["measured"]
     return [
@@ -61,17 +62,31 @@ def quantised_text(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _products(results: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        (
-            r["name"],
-            *(str(kernel[key]) for key in ("registers", "spill_bytes")),
-            str(kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]),
-            f"{r['temp_bytes'] / 1e6:.1f}",
+    rows = []
+    for r in results:
+        kernel, seconds = r["kernels"][0], r["predicted"]
+        rows.append(
+            (
+                f"{r['backend']}, {r['name']}",
+                *(str(kernel[key]) for key in ("registers", "spill_bytes")),
+                str(kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]),
+                f"{r['temp_bytes'] / 1e6:.1f}",
+                f"{r['loop']['per_number']:.2f}",
+                *(f"{1e6 * value:.1f}" for value in seconds.values()),
+            )
         )
-        for r in results
-        for kernel in r["kernels"]
-    ]
-    return table(("alone", "registers", "spilled", "shared memory", "temporary MB"), rows)
+    return table(
+        (
+            "alone",
+            "registers",
+            "spilled",
+            "shared memory",
+            "temporary MB",
+            "instructions a number",
+            *(f"us (predicted): {part}" for part in results[0]["predicted"]),
+        ),
+        rows,
+    )
 
 
 def _steps(results: Sequence[Mapping[str, Any]]) -> str:

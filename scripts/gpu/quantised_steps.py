@@ -16,9 +16,12 @@ import numpy as np
 
 from jaxshare.models.config import ModelConfig
 from jaxshare.models.tensor_parallel import param_path
-from jaxshare.pallas.dense_products import choose_tiles, gpu_dense_product
+from jaxshare.pallas.dense_products import gpu_dense_product
+from jaxshare.pallas.dense_products_mosaic_gpu import check_served
+from jaxshare.pallas.dense_products_triton import DenseTiles, choose_tiles
 from jaxshare.pallas.device import H200
 from jaxshare.pallas.matrix_codes import in_arrays
+from jaxshare.pallas.product_tiles import ProductTiles, choose_product_tiles
 from jaxshare.quantised import FORMATS, QuantisedTensor, is_quantised
 from scripts.gpu import predicted, programs
 from scripts.gpu.compiler import Compiler, Program
@@ -30,12 +33,11 @@ from scripts.gpu.hlo import (
     launches,
     operand_bytes,
 )
+from scripts.gpu.sass import product_loop
 
-MODELS: Mapping[str, tuple[ModelConfig, programs.Step]] = {
-    "Llama-3.1-8B": (LLAMA_8B, programs.QUICK_STEPS[1]),
-    "QwQ-32B": (QWQ_32B, programs.QUICK_STEPS[0]),
-}
-"""Models and their steps: 64 branches, and 4 workers."""
+MODELS: Mapping[str, ModelConfig] = {"Llama-3.1-8B": LLAMA_8B, "QwQ-32B": QWQ_32B}
+STEPS = (programs.Step("1 branch", 1, "shared", 512, 1, False), *programs.QUICK_STEPS)
+"""One row, 4 workers, and 64 branches."""
 HISTORY = 32768
 """Tokens of the block that all rows see."""
 BACKEND = "mosaic_gpu"
@@ -58,8 +60,10 @@ FORMS = (
     PackedForm("fp8, blocks of 128", "fp8", 128, jnp.float32),
 )
 """As AWQ, compressed-tensors, and DeepSeek and Qwen publish them."""
-ROWS = (1, 64, 256, 2048)
+ROWS = (1, 4, 64, 256, 2048)
 """Of products that are compiled alone."""
+KERNELS = ("mosaic_gpu", "triton")
+"""Of products that are compiled alone, with each."""
 
 
 def packed(shape: tuple[int, ...], form: PackedForm, sharding: Any = None) -> QuantisedTensor:
@@ -90,38 +94,49 @@ def packed_layers(params: Any, form: PackedForm) -> Any:
     return jax.tree.map_with_path(map_leaf, params)
 
 
-def describe(name: str, form: PackedForm) -> dict[str, Any]:
+def describe(name: str, form: PackedForm, step: programs.Step) -> dict[str, Any]:
     """The names of a program in the report."""
-    config, step = MODELS[name]
     return {
         "backend": BACKEND,
         "name": f"{name}, {form.name}, {step.name}",
         "rows": step.rows,
-        "layers": config.num_layers,
+        "layers": MODELS[name].num_layers,
     }
 
 
-def describe_product(form: PackedForm, rows: int) -> dict[str, Any]:
-    return {"backend": "triton", "name": f"product, {form.name}, {rows} rows", "rows": rows}
+def describe_product(backend: str, form: PackedForm, rows: int) -> dict[str, Any]:
+    return {"backend": backend, "name": f"product, {form.name}, {rows} rows", "rows": rows}
 
 
-def compiled_product(compiler: Compiler, form: PackedForm, rows: int) -> dict[str, Any]:
-    """Compiles the product of gate and up of Llama-3.1-8B alone."""
+def compiled_product(
+    compiler: Compiler, backend: str, form: PackedForm, rows: int
+) -> dict[str, Any]:
+    """Compiles the product of gate and up of Llama-3.1-8B alone, by one kernel."""
     shape = (2 * LLAMA_8B.intermediate_size, LLAMA_8B.hidden_size)
-    x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
+    x, matrix = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16), packed(shape, form)
     program = compiler.compile(
-        lambda x, kernel: gpu_dense_product(x, kernel, jnp.bfloat16), x, packed(shape, form)
+        lambda x, kernel: gpu_dense_product(x, kernel, jnp.bfloat16, (backend,)), x, matrix
     )
+    loop = product_loop(compiler.ptxas, program.ptx)
+    issued = loop.per_number * matrix.size / ISSUED
     return {
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
         "temp_bytes": program.temp_bytes,
         "matrix_in_bfloat16": 2 * math.prod(shape),
+        "loop": {**loop._asdict(), "per_number": loop.per_number},
+        "predicted": {
+            **_product_seconds(matrix, rows, backend),
+            # A block of rows makes all numbers anew.
+            "instructions": issued * -(-rows // tiles_of(matrix, rows, backend).rows),
+        },
     }
 
 
-def compiled(compiler: Compiler, name: str, form: PackedForm) -> dict[str, Any]:
+def compiled(
+    compiler: Compiler, name: str, form: PackedForm, step: programs.Step
+) -> dict[str, Any]:
     """Compiles the step of a model with two of its layers, and returns all numbers."""
-    config, step = MODELS[name]
+    config = MODELS[name]
     cut = dataclasses.replace(config, num_layers=2)
     decoding = programs.decoding(step, (BACKEND, "xla"), cut, history=HISTORY)
     params, *rest = decoding.arguments
@@ -209,14 +224,31 @@ def predict(
 
 LEVEL_2, PRODUCTS = 5.5e12, 712e12
 """Bytes/s of the level-2 cache, and FLOP/s of large products (benchmarks/roofline.md)."""
+ISSUED = H200.multiprocessors * 4 * 32 * 1.75e9
+"""Instructions of threads that all multiprocessors issue in a second, at most."""
 
 
-def _product_seconds(matrix: QuantisedTensor, rows: int) -> dict[str, float]:
+def tiles_of(
+    matrix: QuantisedTensor, rows: int, backend: str = BACKEND
+) -> ProductTiles | DenseTiles:
+    """The tiles of a product in the kernel of a backend, or in that which serves it instead."""
+    arguments = rows, matrix.shape[0], in_arrays(matrix)[0], matrix.codes.shape[1], H200
+    if backend == "mosaic_gpu":
+        try:
+            check_served(H200, arguments[2], matrix)
+            return choose_product_tiles(*arguments)
+        except NotImplementedError:
+            pass
+    return choose_tiles(*arguments)
+
+
+def _product_seconds(
+    matrix: QuantisedTensor, rows: int, backend: str = BACKEND
+) -> dict[str, float]:
     """The times that each part of the GPU takes for a product: memory, level-2 cache, matrix
     units."""
     outputs, inputs = matrix.shape
-    form = in_arrays(matrix)[0]
-    tiles = choose_tiles(rows, outputs, form, matrix.codes.shape[1], H200)
+    tiles = tiles_of(matrix, rows, backend)
     blocks = -(-rows // tiles.rows), -(-outputs // tiles.outputs)
     read = blocks[1] * rows * inputs * 2 + blocks[0] * matrix.nbytes
     # Sums of pieces are written and read again.

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scripts.gpu import hlo, programs, quantised_report
+from jaxshare.pallas.dense_products_triton import DenseTiles
+from jaxshare.pallas.product_tiles import ProductTiles
+from scripts.gpu import hlo, programs, quantised_report, sass
 from scripts.gpu import quantised_steps as steps
 
 INT4, INT8, FP8 = steps.FORMS
@@ -16,15 +18,14 @@ INT4, INT8, FP8 = steps.FORMS
 
 def parameters(name: str, layers: int):
     """The shapes of a model's parameters, with some of its layers."""
-    config, step = steps.MODELS[name]
-    config = dataclasses.replace(config, num_layers=layers)
-    return programs.decoding(step, "xla", config, history=64).arguments[0]
+    config = dataclasses.replace(steps.MODELS[name], num_layers=layers)
+    return programs.decoding(steps.STEPS[1], "xla", config, history=64).arguments[0]
 
 
 def of_all_layers(name: str, count) -> float:
     """What parameters have, counted of one layer and of two: all layers are alike."""
     one, two = (count(parameters(name, layers)) for layers in (1, 2))
-    return one + (steps.MODELS[name][0].num_layers - 1) * (two - one)
+    return one + (steps.MODELS[name].num_layers - 1) * (two - one)
 
 
 @pytest.mark.parametrize(("name", "published"), [("Llama-3.1-8B", 8.03e9), ("QwQ-32B", 32.76e9)])
@@ -90,7 +91,7 @@ def test_reads_by_the_kernel_and_by_others():
 
 
 def test_predicted_times():
-    config, step = steps.MODELS["QwQ-32B"]
+    config, step = steps.MODELS["QwQ-32B"], steps.STEPS[1]
     packed = steps.packed_layers(parameters("QwQ-32B", 1), INT4)
     matrices = steps.matrices_of(packed, 0)
     found = steps.predict(config, step, matrices, 1000)
@@ -125,7 +126,14 @@ STEP = {
         "bytes_in_bfloat16": 300,
     },
 }
-ALONE = {"backend": "triton", "name": "a product", "error": None, "matrix_in_bfloat16": 100}
+ALONE = {
+    "backend": "triton",
+    "name": "a product",
+    "error": None,
+    "matrix_in_bfloat16": 100,
+    "loop": {"products": 8, "per_number": 2.94},
+    "predicted": {"memory": 1e-6, "instructions": 2e-6},
+}
 
 
 def missed(**changes) -> list[str]:
@@ -148,11 +156,45 @@ def test_goals():
         assert expected in name
     for temporary, met in ((50, True), (51, False)):
         alone = {**ALONE, "temp_bytes": temporary}
-        assert [g.met for g in quantised_report.goals_of_quantised(alone)] == [met]
+        assert [g.met for g in quantised_report.goals_of_quantised(alone)] == [met, True]
+    without = {**ALONE, "temp_bytes": 0, "loop": {"products": 0}}
+    assert [g.met for g in quantised_report.goals_of_quantised(without)] == [True, False]
 
 
 def test_the_tables_name_each_program():
     kernel = dict(registers=71, spill_bytes=0, static_shared_bytes=1, dynamic_shared_bytes=2)
     alone = {**ALONE, "temp_bytes": 0, "kernels": [kernel]}
     text = quantised_report.quantised_text([alone, STEP])
-    assert "a product" in text and "a model" in text and "71" in text
+    assert "a product" in text and "a model" in text and "71" in text and "2.94" in text
+
+
+def test_tiles_are_those_of_the_kernel_that_serves():
+    served = steps.packed((256, 512), INT4)
+    assert isinstance(steps.tiles_of(served, 4), ProductTiles)
+    assert isinstance(steps.tiles_of(served, 4, "triton"), DenseTiles)
+    assert isinstance(steps.tiles_of(steps.packed((100, 512), INT4), 4), DenseTiles)
+
+
+SASS = textwrap.dedent("""\
+            .section        .text.one
+    .L_x_0:
+            /*0000*/                   MOV R1, c[0x0][0x28] ;
+            /*0010*/              @!P1 BRA `(.L_x_2) ;
+    .L_x_1:
+            /*0020*/                   PRMT R2, R1, 0x4140, R3 ;
+            /*0030*/                   HGMMA.64x8x16.F32.BF16 R24, R28, gdesc[UR20], RZ, !UPT ;
+            /*0040*/               @P1 BRA `(.L_x_1) ;
+            /*0050*/               @P2 BRA `(.L_x_0) ;
+    .L_x_2:
+            /*0060*/                   EXIT ;
+    """)
+
+
+def test_loops_of_machine_code():
+    """From a label to a branch back to it; branches forwards are none."""
+    small, large = sorted(sass.loops(SASS), key=len)
+    assert [line.split()[0] for line in small] == ["PRMT", "HGMMA.64x8x16.F32.BF16", "@P1"]
+    assert len(large) == 6
+    # Eight numbers of a matrix for each wgmma and thread.
+    loop = sass.ProductLoop(len(small), 1, {})
+    assert loop.per_number == 3 / 8

@@ -1,4 +1,5 @@
-"""Products with quantised matrices, interpreted on the CPU, against float64 numpy."""
+"""Products with quantised matrices in the kernel for Triton, interpreted on the CPU, against float64
+numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -10,54 +11,17 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from jaxshare.models.linear import products
-from jaxshare.pallas.dense_products import choose_tiles, gpu_dense_product
+from jaxshare.pallas.dense_products_triton import choose_tiles
 from jaxshare.pallas.device import H200, Device, assume_device
-from jaxshare.pallas.matrix_codes import in_arrays, nibbles, signed_bytes
-from jaxshare.quantised import FORMATS, QuantisedTensor, packed_codes, quantised
+from jaxshare.pallas.matrix_codes import e4m3_bytes, in_arrays, nibbles, signed_bytes
+from jaxshare.quantised import QuantisedTensor, packed_codes, quantised
 from jaxshare.sharding import make_mesh, on_each
+from tests.core.pallas.products import INTERPRETED, compare, product, random_case
 from tests.helpers import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
-
-INTERPRETED = Device("interpreted", 90, multiprocessors=3, interpret=True)
-
-
-def found(x, kernel, dtype=jnp.float32, device=INTERPRETED):
-    with assume_device(device):
-        run = jax.jit(lambda x, kernel: gpu_dense_product(x, kernel, dtype))
-        return np.asarray(run(x, jax.tree.map(jnp.asarray, kernel))).astype(np.float64)
-
-
-def compare(x, kernel, matrix, tolerance=1e-6, **how):
-    """A result with the product by a float64 matrix."""
-    results, wanted = found(x, kernel, **how), np.asarray(x).astype(np.float64) @ matrix.T
-    assert results.shape == wanted.shape
-    # Sums of float32, of numbers whose products are exact in it.
-    bound = tolerance * max(np.abs(wanted).max(), 1)
-    np.testing.assert_allclose(results, wanted, rtol=0, atol=bound)
-
-
-def case(seed, rows, outputs, inputs, format, group, zeros=False, ordered=False):
-    """Random codes, and the matrix that they stand for in float64, by the formats' definition."""
-    rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.normal(size=(rows, inputs)), jnp.bfloat16)
-    groups = inputs // (group or inputs)
-    scales = rng.uniform(0.5, 1.5, size=(outputs, groups)).astype(np.float16)
-    low = {"int8": -128, "int4": 0}[format]
-    codes = rng.integers(low, low + 2 ** FORMATS[format].bits, size=(outputs, inputs))
-    zero = rng.integers(low, low + 16, size=(outputs, groups)).astype(np.int8) if zeros else None
-    middle = FORMATS[format].middle if zero is None else zero[..., None].astype(np.float64)
-    numbers = (codes.reshape(outputs, groups, -1) - middle) * scales[..., None].astype(np.float64)
-    matrix = numbers.reshape(outputs, inputs)
-    order = rng.permutation(inputs).astype(np.int32) if ordered else None
-    if ordered:
-        matrix = matrix[:, np.argsort(order)]
-    stored = packed_codes(codes, group or inputs) if format == "int4" else codes.astype(np.int8)
-    tensor = QuantisedTensor(stored, scales, zero, None, order, format, np.dtype(np.float32))
-    tensor.check("it")
-    return x, tensor, matrix
 
 
 @pytest.mark.parametrize(
@@ -78,7 +42,7 @@ def case(seed, rows, outputs, inputs, format, group, zeros=False, ordered=False)
     ),
 )
 def test_integers(shape, format, group, zeros, ordered):
-    x, tensor, matrix = case(0, *shape, format, group, zeros, ordered)
+    x, tensor, matrix = random_case(0, *shape, format, group, zeros, ordered)
     if group == 32:  # where numbers are rounded as the rows are
         matrix = np.asarray(jnp.asarray(matrix, jnp.float32).astype(jnp.bfloat16), np.float64)
     compare(x, tensor, matrix)
@@ -95,7 +59,7 @@ def test_integers(shape, format, group, zeros, ordered):
 )
 def test_random_shapes(rows, outputs, groups, kind, zeros):
     format, group = kind
-    compare(*case(rows, rows, outputs, groups * group, format, group, zeros))
+    compare(*random_case(rows, rows, outputs, groups * group, format, group, zeros))
 
 
 @pytest.mark.parametrize(
@@ -134,12 +98,12 @@ def test_offsets():
 
 
 def test_results_are_rounded_to_the_dtype_that_is_asked_for():
-    x, tensor, matrix = case(3, 4, 30, 2048, "int4", 128)
+    x, tensor, matrix = random_case(3, 4, 30, 2048, "int4", 128)
     compare(x, tensor, matrix, dtype=jnp.bfloat16, tolerance=2**-8)
 
 
 def test_layers_use_it_on_a_gpu_and_xla_serves_the_rest():
-    x, tensor, matrix = case(4, 6, 20, 128, "int4", 128)
+    x, tensor, matrix = random_case(4, 6, 20, 128, "int4", 128)
     kernel = jax.tree.map(jnp.asarray, tensor)
 
     def called(x, implementation=None, device=INTERPRETED):
@@ -161,7 +125,7 @@ def test_layers_use_it_on_a_gpu_and_xla_serves_the_rest():
 
 def test_tensor_parallel_parts_are_multiplied_where_they_are():
     """Each device has its rows of codes, or its groups, whose products are summed."""
-    x, tensor, matrix = case(6, 3, 40, 256, "int4", 64, zeros=True)
+    x, tensor, matrix = random_case(6, 3, 40, 256, "int4", 64, zeros=True)
     mesh, kernel = make_mesh(tensor=2), jax.tree.map(jnp.asarray, tensor)
 
     def run(parts: P, summed: bool):
@@ -181,12 +145,12 @@ def test_tensor_parallel_parts_are_multiplied_where_they_are():
 
 
 def test_what_it_does_not_serve():
-    x, tensor, _ = case(5, 2, 16, 64, "int8", None)
+    x, tensor, _ = random_case(5, 2, 16, 64, "int8", None)
     fp8 = quantised(np.ones((16, 64), np.float32), "fp8")
 
     def refused(message, kernel=tensor, x=x, device=INTERPRETED):
         with pytest.raises(NotImplementedError, match=message):
-            found(x, kernel, device=device)
+            product(x, kernel, device=device)
 
     refused("compute capability 8.0", device=Device("old", 75, 3, True))
     refused("8.9 on", fp8, device=Device("A100", 80, 3, True))
@@ -237,6 +201,8 @@ def executed_ptx(code: str, operands: list[int]) -> tuple[int, int]:
                 words[to] = a
             case ["and", _]:
                 words[to] = a & more[0]
+            case ["or", _]:
+                words[to] = a | more[0]
             case ["xor", _]:
                 words[to] = a ^ more[0]
             case ["shr", _]:
@@ -282,3 +248,14 @@ def test_ptx_makes_numbers_of_signed_bytes(dtype):
         made = executed_ptx(signed_bytes(np.dtype(dtype).name), [word_of(bytes_)])
         found = np.array(made, np.uint32).view(dtype).astype(np.float64)
         np.testing.assert_array_equal(found, bytes_.astype(np.float64))
+
+
+def test_ptx_makes_numbers_of_e4m3():
+    """Each that is finite, subnormal ones included."""
+    for first in range(0, 256, 4):
+        bytes_ = np.arange(first, first + 4, dtype=np.uint8)
+        made = executed_ptx(e4m3_bytes("bfloat16"), [word_of(bytes_)])
+        found = np.array(made, np.uint32).view(ml_dtypes.bfloat16).astype(np.float64)
+        wanted = bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        finite = np.isfinite(wanted)
+        np.testing.assert_array_equal(found[finite], wanted[finite])

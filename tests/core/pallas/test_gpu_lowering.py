@@ -120,11 +120,15 @@ def test_codes_of_wide_heads_are_served_by_mosaic_without_a_name(case):
 
 
 @pytest.mark.parametrize("form", mostly_slow(quantised_steps.FORMS), ids=lambda form: form.name)
-def test_products_with_quantised_matrices_lower_for_cuda(form):
+@pytest.mark.parametrize("backend", TARGETS)
+def test_products_with_quantised_matrices_lower_for_cuda(backend, form):
     x = jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
-    matrix = quantised_steps.packed((300, 256), form)
-    text = lowered("triton", lambda x, matrix: gpu_dense_product(x, matrix, x.dtype), x, matrix)
-    assert calls(text) == {"triton"}
+    matrix = quantised_steps.packed((296, 256), form)
+
+    def multiply(x, matrix):
+        return gpu_dense_product(x, matrix, x.dtype, (backend,))
+
+    assert calls(lowered(backend, multiply, x, matrix)) == {backend}
 
 
 @pytest.mark.slow
