@@ -1,6 +1,8 @@
 """Arrays of a decode state that are made or changed on the host, which starts no program for that."""
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,10 +13,27 @@ from jax.typing import ArrayLike
 
 from jaxshare.layout import is_concrete
 
+_stays_on_host = contextvars.ContextVar("stays_on_host", default=False)
+
+
+@contextlib.contextmanager
+def arrays_on_host() -> Iterator[None]:
+    """Lets `placed` and `filled` leave arrays on the host, for states that are moved there anyway."""
+    token = _stays_on_host.set(True)
+    try:
+        yield
+    finally:
+        _stays_on_host.reset(token)
+
+
+def placed(arrays: Any) -> Any:
+    """Arrays of the host on the device, or as they are within `arrays_on_host`."""
+    return arrays if _stays_on_host.get() else jax.device_put(arrays)
+
 
 def filled(shape: int | Sequence[int], value: Any = 0, dtype: Any = np.int32) -> Array:
     """A new array of one value. `jnp.full` compiles a program for each shape."""
-    return jax.device_put(np.full(shape, value, dtype))
+    return placed(np.full(shape, value, dtype))
 
 
 def with_row(array: Array | np.ndarray, row: int, value: ArrayLike) -> Array:
@@ -35,6 +54,6 @@ def with_own_buffers[T](state: T) -> T:
         seen.add(id(array))
         if not repeated:
             return array
-        return jax.device_put(np.array(array)) if is_concrete(array) else jnp.copy(array)
+        return placed(np.array(array)) if is_concrete(array) else jnp.copy(array)
 
     return jax.tree.map(own, state)

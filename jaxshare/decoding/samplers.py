@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxshare.argument_checks import INT32_MAX
+from jaxshare.decoding.array_rows import placed
 from jaxshare.decoding.grammar_rows import admitted
 from jaxshare.decoding.history import History
 from jaxshare.decoding.penalties import penalised, with_word_values, without_repeats
@@ -138,7 +139,7 @@ class Samplers:
             return np.asarray([min(n, most) for n in found] if most else found, kind)
 
         return cls(
-            *jax.device_put(
+            *placed(
                 (
                     each("temperature"),
                     each("top_k", np.int32),

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, Int32
 
+from jaxshare.decoding.array_rows import placed
 from jaxshare.layout import is_concrete
 
 
@@ -57,10 +58,10 @@ class Sessions(NamedTuple):
         return jnp.cumsum(ordered, dtype=jnp.int32) - ordered
 
 
-def first_rows(ends: Int32[Array, " R"]) -> Int32[Array, " R"]:
+def first_rows(ends: Int32[Array | np.ndarray, " R"]) -> Int32[Array | np.ndarray, " R"]:
     """The first row of each row's session in a new state: of all rows with an automaton that ends
     steps, or else the row itself."""
     if not is_concrete(ends):
         return jnp.where(ends > 0, 0, jnp.arange(ends.shape[0], dtype=jnp.int32))
     rows = np.arange(ends.shape[0], dtype=np.int32)
-    return jax.device_put(np.where(np.asarray(ends) > 0, np.int32(0), rows))
+    return placed(np.where(np.asarray(ends) > 0, np.int32(0), rows))

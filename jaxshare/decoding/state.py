@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
-from jaxshare.decoding.array_rows import filled, with_own_buffers, with_row
+from jaxshare.decoding.array_rows import filled, placed, with_own_buffers, with_row
 from jaxshare.decoding.automaton import TokenAutomata
 from jaxshare.decoding.changes import Action, Changes
 from jaxshare.decoding.finish_reason import FinishReason
@@ -182,7 +182,7 @@ class DecodeState:
             _fed_state(cache, layout, inputs, vocab_size, logits, queue, max_width),
             samplers=Samplers.stack(inputs.samplers, places=places, stops=stops),
             history=inputs.history(texts, vocab_size),
-            stops=jax.device_put(np.asarray(_padded_stops(stops), np.int32)),
+            stops=placed(np.asarray(_padded_stops(stops), np.int32)),
             tokens=filled(shape),
             **logprob_places(as_logprobs(logprobs), shape),
             top_logits=TopLogits.empty(kept, num_top_logits, vocab_size),
@@ -408,18 +408,18 @@ def _fed_state(
         processing=Processing.stack(inputs.samplers),
         # added to, because the state donates its logits
         logits=jnp.zeros(shape) if logits is None else jnp.broadcast_to(logits, shape) + 0.0,
-        has_logits=jax.device_put((num_pending == 0) & (listed > 0)),
+        has_logits=placed((num_pending == 0) & (listed > 0)),
         history=History.empty(rows),
         grammars=GrammarRows.none(rows, vocab_size),
-        pending=jax.device_put(queues),
-        num_pending=jax.device_put(num_pending),
+        pending=placed(queues),
+        num_pending=placed(num_pending),
         head=zeros,
-        seeds=jax.device_put(seed_words(inputs.seeds)),
+        seeds=placed(seed_words(inputs.seeds)),
         num_sampled=zeros,
         num_taken=zeros,
-        max_new_tokens=jax.device_put(np.asarray(inputs.max_new_tokens, np.int32)),
+        max_new_tokens=placed(np.asarray(inputs.max_new_tokens, np.int32)),
         stops=filled(0),
-        reasons=jax.device_put(reasons.astype(np.int32)),
+        reasons=placed(reasons.astype(np.int32)),
         session=zeros,
         clock=zeros,
         last_pass=filled(rows, INT32_MAX),

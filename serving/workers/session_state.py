@@ -22,7 +22,7 @@ from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
 from jaxshare.serving.workers.prompts.format import Format
-from jaxshare.serving.workers.prompts.session_prompt import SessionTexts
+from jaxshare.serving.workers.prompts.session_prompt import Openings, SessionTexts
 from jaxshare.serving.workers.results import Answer, Result, former_word
 from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.text.answers import AnswerRule
@@ -245,14 +245,10 @@ class SessionState:
             soon = number + self.settings["passes_at_once"]
             if self.reencodes or soon < self.prepared[name]:
                 continue
-            pairs: list[tuple[list[int], list[int]]] = []
+            pairs: Openings = ()
             if not self.has_grown(name):
-                end = number + 1 + steps.openings.shape[1]
-                pairs = [
-                    (self.opening(name, n), self.opening(name, n, True))
-                    for n in range(number + 1, end)
-                ]
-                self.prepared[name] = end
+                end = self.prepared[name] = number + 1 + steps.openings.shape[1]
+                pairs = self.texts.later_openings(self.roster, name, range(number + 1, end))
             self.state = dataclasses.replace(
                 self.state, steps=steps.prepare(cursor.row, number + 1, pairs)
             )

@@ -11,6 +11,7 @@ import numpy as np
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.argument_checks import as_integer
 from jaxshare.compile_time import Stopwatch
+from jaxshare.decoding.array_rows import arrays_on_host
 from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.decoding.row_transfer import on_host
 from jaxshare.decoding.samplers import SamplerPlaces
@@ -373,7 +374,7 @@ def _decode_state(
     sampler: Sampler,
     engine: "Engine | None",
 ) -> DecodeState:
-    """The state on the device of workers that are about to open their first steps.
+    """The state of workers that are about to open their first steps.
 
     Its rows have the shape for an engine's dispatches, or else for the session's own.
     """
@@ -386,36 +387,37 @@ def _decode_state(
     )
     openings = [texts.first_opening(roster, name) if name else [] for name in roster.rows]
     ends, closes = plan.tables
-    steps = Steps.create(
-        ends,
-        closes,
-        roster.targets,
-        capacity=shape.outputs,
-        openings=shape.openings,
-        longest=shape.opening_tokens,
-        together=settings["together"],
-        on_stop=settings["stop_on"] == "eos",
-        ask_every=settings["ask_every"] if settings["format"].question else 0,
-        seed=settings["seed"],
-    )
-    state = DecodeState.create(
-        cache,
-        rows,
-        openings,
-        vocab_size=model.config.vocab_size,
-        samplers=sampler,
-        seeds=settings["seed"],
-        max_new_tokens=rounded_budget(settings["budget"]) + 1,
-        stops=model.generation.stop_tokens,
-        max_width=FEED_WIDTH,
-        steps=steps,
-        queue=shape.pending,
-        capacity=shape.outputs,
-        places=MIN_PLACES.grown(SamplerPlaces.of([sampler], model.generation.stop_tokens)),
-        texts=_texts_seen(plan, rows, openings),
-        record=settings["passes_at_once"] if settings["record"] else 0,
-    )
     # The dispatches of an engine move a session's rows on the host.
+    with arrays_on_host() if engine else contextlib.nullcontext():
+        steps = Steps.create(
+            ends,
+            closes,
+            roster.targets,
+            capacity=shape.outputs,
+            openings=shape.openings,
+            longest=shape.opening_tokens,
+            together=settings["together"],
+            on_stop=settings["stop_on"] == "eos",
+            ask_every=settings["ask_every"] if settings["format"].question else 0,
+            seed=settings["seed"],
+        )
+        state = DecodeState.create(
+            cache,
+            rows,
+            openings,
+            vocab_size=model.config.vocab_size,
+            samplers=sampler,
+            seeds=settings["seed"],
+            max_new_tokens=rounded_budget(settings["budget"]) + 1,
+            stops=model.generation.stop_tokens,
+            max_width=FEED_WIDTH,
+            steps=steps,
+            queue=shape.pending,
+            capacity=shape.outputs,
+            places=MIN_PLACES.grown(SamplerPlaces.of([sampler], model.generation.stop_tokens)),
+            texts=_texts_seen(plan, rows, openings),
+            record=settings["passes_at_once"] if settings["record"] else 0,
+        )
     return on_host(state) if engine else state
 
 

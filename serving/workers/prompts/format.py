@@ -7,7 +7,7 @@ appendix C), in words of our own and for any number of workers.
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jaxshare.models import ConfigError, LoadedModel
 from jaxshare.models.chat_rendering import ChatTemplateError
@@ -21,6 +21,17 @@ _JSON_TYPES = {"in_system_role": bool, "forbidden": list, "chat_template_kwargs"
 """The types of the fields that are not strings."""
 _OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "continue_final_message")
 """Arguments of `apply_chat_template` that a format must not set."""
+
+
+class StepOpening(NamedTuple):
+    """What opens each step but a first one: its header, and a question where it is asked."""
+
+    header: str
+    question: str
+
+    def text(self, name: str, step: int, ask: bool) -> str:
+        """The opening of a worker's step."""
+        return _fill(self.header, name=name, step=step) + (self.question if ask else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,14 +243,11 @@ class Format:
           names: of all workers, for the greeting; there is none among fewer than two.
           ask: put the question.
         """
-        header = _fill(self.step_header, name=name, step=step)
-        if ask:
-            return header + self.question
-        if step == 1 and len(names) > 1:
-            header += _fill(
-                self.greeting_first if name == names[0] else self.greeting_later, name=name
-            )
-        return header
+        opening = StepOpening(self.step_header, self.question).text(name, step, ask)
+        if step == 1 and len(names) > 1 and not ask:
+            greeting = self.greeting_first if name == names[0] else self.greeting_later
+            return opening + _fill(greeting, name=name)
+        return opening
 
     def forbidden_tokens(self, tokenizer: Any) -> tuple[int, ...]:
         """The tokens that are exactly one of the `forbidden` texts, in ascending order."""

@@ -1,12 +1,16 @@
 """The texts of a session of workers as tokens: its prompt, and what opens steps."""
 
 import dataclasses
+import functools
 from typing import Self
 
 from jaxshare.serving.words import check_tokens
-from jaxshare.serving.workers.prompts.format import Format
+from jaxshare.serving.workers.prompts.format import Format, StepOpening
 from jaxshare.serving.workers.roster import Roster
 from jaxshare.serving.workers.text.codec import Codec
+
+Openings = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""The tokens that open each of some steps, without and with the question."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,17 @@ class SessionTexts:
         # A space belongs to the token that comes next.
         return self.codec.encode_recurring(text.rstrip(" "))
 
+    def later_openings(self, roster: Roster, name: str, numbers: range) -> "Openings":
+        """The openings of a worker's steps, none of them the first; see `opening`."""
+        header = self.format.step_header if name in roster.layout.moves else ""
+        return _later_openings(
+            self.codec,
+            str(self.codec.tokenizer.chat_template),  # which marks follow
+            StepOpening(header, self.format.question),
+            self.codec.mark_name(name),
+            numbers,
+        )
+
     def first_opening(self, roster: Roster, name: str) -> list[int]:
         """The tokens that open a worker's first step."""
         return self.bare or [*self.separator, *self.opening(roster, name, 1)]
@@ -71,3 +86,16 @@ class SessionTexts:
         """The tokens of a step that a person says, with the separator before it."""
         opening = self.format.opening(self.codec.mark(name), number)
         return [*self.separator, *self.codec.encode(opening + self.codec.mark(text))]
+
+
+@functools.lru_cache(maxsize=64)
+def _later_openings(
+    codec: Codec, template: str, opening: StepOpening, name: str, numbers: range
+) -> Openings:
+    """See `SessionTexts.later_openings`. Sessions of one model have many of them in common."""
+
+    def tokens(number: int, ask: bool) -> tuple[int, ...]:
+        # A space belongs to the token that comes next.
+        return tuple(codec.encode_recurring(opening.text(name, number, ask).rstrip(" ")))
+
+    return tuple((tokens(number, False), tokens(number, True)) for number in numbers)
