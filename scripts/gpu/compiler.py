@@ -165,6 +165,7 @@ class Kernel:
       maker: "mosaic" or "triton".
       registers: of a thread.
       spill_bytes: of a thread, stored and loaded again because registers ran out.
+      wgmma: Hopper's asynchronous matrix instructions in its PTX; none where it has older ones.
     """
 
     name: str
@@ -173,6 +174,7 @@ class Kernel:
     spill_bytes: int
     static_shared_bytes: int
     dynamic_shared_bytes: int
+    wgmma: int
 
     @property
     def shared_bytes(self) -> int:
@@ -196,6 +198,15 @@ def read_ptxas(report: str) -> dict[str, dict[str, int]]:
             "static_shared_bytes": number(r"(\d+) bytes smem"),
         }
     return kernels
+
+
+def read_wgmma(ptx: str) -> dict[str, int]:
+    """The wgmma instructions in the text of each kernel, by its name."""
+    kernels = re.split(r"\.entry (\w+)", ptx)[1:]
+    return {
+        name: body.count("wgmma.mma_async")
+        for name, body in zip(kernels[::2], kernels[1::2], strict=True)
+    }
 
 
 def read_launches(sequence: str) -> dict[str, int]:
@@ -353,8 +364,11 @@ class Compiler:
                     encoding="utf-8", errors="replace"
                 )
             )
+            wgmma = read_wgmma(report.with_suffix(".ptx").read_text(encoding="utf-8"))
             for name, numbers in read_ptxas(report.read_text(encoding="utf-8")).items():
-                fresh[report.stem] = Kernel(name, "mosaic", dynamic_shared_bytes=dynamic, **numbers)
+                fresh[report.stem] = Kernel(
+                    name, "mosaic", dynamic_shared_bytes=dynamic, wgmma=wgmma[name], **numbers
+                )
         used = [
             re.search(r'op_name="([^"]*)".*?kernel_hash = ' + _STRING, line)
             for line in text.splitlines()
@@ -384,7 +398,7 @@ class Compiler:
         for sequence in self._folder.glob("*.thunk_sequence.txt"):
             launches |= read_launches(sequence.read_text(encoding="utf-8"))
         for ptx in self._folder.glob("module_*.ptx"):
-            entries = re.findall(r"\.entry (\w+)", ptx.read_text(encoding="utf-8"))
+            entries = read_wgmma(ptx.read_text(encoding="utf-8"))
             # Of kernels of one name all but the first get a number.
             if any(re.sub(r"_+\d+$", "", name) in used or name in used for name in entries):
                 done = subprocess.run(
@@ -397,7 +411,10 @@ class Compiler:
                     raise ValueError(
                         f"{self.ptxas} cannot read what XLA wrote: {done.stderr.strip()[:300]}"
                     )
-                numbers |= read_ptxas(done.stderr)
+                numbers |= {
+                    name: {**found, "wgmma": entries[name]}
+                    for name, found in read_ptxas(done.stderr).items()
+                }
         if len(numbers) < len(used) or numbers.keys() - launches.keys():
             raise ValueError(
                 f"the program has the Triton kernels {sorted(used)}, but there are reports on "

@@ -244,13 +244,13 @@ def _kernels_text(results: Sequence[Mapping[str, Any]]) -> str:
             str(k["spill_bytes"]),
             str(k["static_shared_bytes"]),
             str(k["dynamic_shared_bytes"]),
+            str(k.get("wgmma", "-")),  # older results have none
         )
         for r in results
         for k in r.get("kernels", [])
     ]
-    return table(
-        ("block attention", "kernel", "registers", "spilled", "static shared", "dynamic"), rows
-    )
+    numbers = "registers", "spilled", "static shared", "dynamic", "wgmma"
+    return table(("block attention", "kernel", *numbers), rows)
 
 
 def _steps_text(results: Sequence[Mapping[str, Any]]) -> str:

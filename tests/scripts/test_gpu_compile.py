@@ -157,6 +157,16 @@ def test_registers_spills_and_static_shared_memory_of_each_kernel():
     }
 
 
+def test_matrix_instructions_of_each_kernel():
+    ptx = (
+        ".visible .entry attend(\n) { wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1};\n"
+        "wgmma.commit_group.sync.aligned; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "{%r2}; }\n.visible .entry merge(\n) { mma.sync.aligned.m16n8k16 {%r3}; }\n"
+    )
+    assert compiler.read_wgmma(ptx) == {"attend": 2, "merge": 0}
+    assert compiler.read_wgmma("") == {}
+
+
 def test_shared_memory_of_launches():
     found = compiler.read_launches(
         textwrap.dedent("""\
