@@ -328,10 +328,10 @@ class _Multiplier(NamedTuple):
 
         def multiplied(start: int, zero: list[Array]) -> Array:
             if self.interpret:  # INTERPRETER_LACKS
-                return sum(
-                    jnp.dot(matrix, x[...].T, preferred_element_type=jnp.float32)
-                    for matrix, x in operands(start, zero)
-                )
+                found = jnp.zeros((WARPGROUP, tiles.rows), jnp.float32)
+                for matrix, x in operands(start, zero):
+                    found += jnp.dot(matrix, x[...].T, preferred_element_type=jnp.float32)
+                return found
 
             def multiply(ref: Any) -> Array:
                 for matrix, x in operands(start, zero):
