@@ -50,7 +50,7 @@ INTERPRETER_LACKS = {
 interpreted; others are in `jaxshare.pallas.registers_mosaic_gpu`."""
 
 
-class _Barriers(NamedTuple):
+class _SlotBarriers(NamedTuple):
     """The barriers of slots: full, and free again."""
 
     full: Any
@@ -129,7 +129,7 @@ def _products(
                 transforms=_transforms(plgpu, tiles.width, x.dtype.itemsize),
             ),
             plgpu.SMEM((tiles.warpgroups, tiles.chunk, WARPGROUP), result),
-            _Barriers(
+            _SlotBarriers(
                 full=plgpu.Barrier(num_arrivals=1 + parts, num_barriers=tiles.stages),
                 free=plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages),
             ),
