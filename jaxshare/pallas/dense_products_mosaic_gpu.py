@@ -50,7 +50,7 @@ INTERPRETER_LACKS = {
 interpreted; others are in `jaxshare.pallas.registers_mosaic_gpu`."""
 
 
-class _Barriers(NamedTuple):
+class _SlotBarriers(NamedTuple):
     """The barriers of slots: full, and free again."""
 
     full: Any
@@ -129,7 +129,7 @@ def _products(
                 transforms=_transforms(plgpu, tiles.width, x.dtype.itemsize),
             ),
             plgpu.SMEM((tiles.warpgroups, tiles.chunk, WARPGROUP), result),
-            _Barriers(
+            _SlotBarriers(
                 full=plgpu.Barrier(num_arrivals=1 + parts, num_barriers=tiles.stages),
                 free=plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages),
             ),
@@ -328,10 +328,10 @@ class _Multiplier(NamedTuple):
 
         def multiplied(start: int, zero: list[Array]) -> Array:
             if self.interpret:  # INTERPRETER_LACKS
-                return sum(
-                    jnp.dot(matrix, x[...].T, preferred_element_type=jnp.float32)
-                    for matrix, x in operands(start, zero)
-                )
+                found = jnp.zeros((WARPGROUP, tiles.rows), jnp.float32)
+                for matrix, x in operands(start, zero):
+                    found += jnp.dot(matrix, x[...].T, preferred_element_type=jnp.float32)
+                return found
 
             def multiply(ref: Any) -> Array:
                 for matrix, x in operands(start, zero):

@@ -107,7 +107,8 @@ def _widened(
                 continue
             # Two neighbouring tiles of eight columns come out of one register.
             pair = (at, (at[0], at[1] + 1, *at[2:]))
-            four = utils.vector_concat([exchanged.registers[each] for each in pair])
+            halves: list[Any] = [exchanged.registers[each] for each in pair]
+            four = utils.vector_concat(halves)
             operands = [utils.bitcast(four, word)]
             operands += [utils.bitcast(a.registers[each], word) for a in add for each in pair]
             constraints = ",".join(["=r", "=r"] + ["r"] * len(operands))

@@ -16,6 +16,7 @@ import secrets
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,8 +24,9 @@ from jaxshare import Sampler, Samplers, command_buffers
 from jaxshare.attention.api import preferred
 from jaxshare.decoding import loop, sampling, truncation
 from jaxshare.pallas.device import current_device
+from jaxshare.quantised import QuantisedTensor
 from scripts.bench.parts.attention import cases
-from tests.core.pallas import interpreted
+from tests.core.pallas import interpreted, products
 from tests.core.pallas import test_codes as codes_interpreted
 from tests.helpers import run, tiny_state
 
@@ -205,3 +207,32 @@ def test_loops_in_graphs_give_what_the_hosts_give(gpu, monkeypatch):
     assert command_buffers.graph_options() == command_buffers.LOOPS_IN_GRAPHS
     expected = dispatches({})
     assert any(expected[-1]) and dispatches(command_buffers.LOOPS_IN_GRAPHS) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64, 130])
+@pytest.mark.parametrize(
+    ("format", "group", "zeros"),
+    [("int4", 128, True), ("int4", 64, False), ("int8", None, False), ("int8", 128, True)],
+)
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
+def test_products_with_quantised_matrices(backend, format, group, zeros, rows, gpu):
+    if not able(backend, gpu):
+        pytest.skip(f"{backend} does not run on {gpu.kind}")
+    case = products.random_case(0, rows, 1032, 4096, format, group, zeros)
+    products.compare(*case, device=gpu, backend=backend)
+
+
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
+def test_products_with_fp8_matrices(backend, group, gpu):
+    """All finite codes, subnormal ones included."""
+    if not able(backend, gpu) or gpu.capability < 89:
+        pytest.skip(f"{backend} does not run on {gpu.kind}")
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(5, 1024)), jnp.bfloat16)
+    codes = rng.permutation(np.arange(256 * 1024) % 256).astype(np.uint8).reshape(256, 1024)
+    codes = np.where((codes & 127) == 127, 0, codes).view(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(0.5, 1.5, size=(256, 1024 // (group or 1024))).astype(np.float32)
+    numbers = codes.astype(np.float64).reshape(*scales.shape, -1) * scales[..., None]
+    tensor = QuantisedTensor(codes, scales, format="fp8")
+    products.compare(x, tensor, numbers.reshape(256, 1024), device=gpu, backend=backend)
