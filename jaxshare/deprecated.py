@@ -51,7 +51,7 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.sampling": "jaxshare.decoding.samplers",
     "jaxshare.serving.agents.asking": "jaxshare.serving.agents.model_calls",
     "jaxshare.serving.agents.calls": "jaxshare.serving.agents.requests",
-    "jaxshare.serving.agents.command": "jaxshare.serving.cli.agents",
+    "jaxshare.serving.agents.command": ("jaxshare.serving.cli.agents", "jaxshare.serving.cli.main"),
     "jaxshare.serving.agents.emitting": "jaxshare.serving.agents.compiler.instructions",
     "jaxshare.serving.agents.exchange": "jaxshare.serving.agents.messages",
     "jaxshare.serving.agents.expressions": "jaxshare.serving.agents.compiler.expressions",

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from scripts.gpu import compile as check
-from scripts.gpu import compiler, programs, thunks
+from scripts.gpu import compiler, listings, programs, thunks
 from scripts.gpu import hlo as xla_text
 from scripts.gpu import results as kept
 from tests.helpers import TINY
@@ -137,7 +137,7 @@ def test_arguments_that_it_does_not_take(capsys, arguments, names):
 
 
 def test_registers_spills_and_static_shared_memory_of_each_kernel():
-    found = compiler.read_ptxas(
+    found = listings.read_ptxas(
         textwrap.dedent("""\
         ptxas info    : 0 bytes gmem
         ptxas info    : Compiling entry function 'block_attention' for 'sm_90a'
@@ -163,12 +163,12 @@ def test_matrix_instructions_of_each_kernel():
         "wgmma.commit_group.sync.aligned; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
         "{%r2}; }\n.visible .entry merge(\n) { mma.sync.aligned.m16n8k16 {%r3}; }\n"
     )
-    assert compiler.read_wgmma(ptx) == {"attend": 2, "merge": 0}
-    assert compiler.read_wgmma("") == {}
+    assert listings.read_wgmma(ptx) == {"attend": 2, "merge": 0}
+    assert listings.read_wgmma("") == {}
 
 
 def test_shared_memory_of_launches():
-    found = compiler.read_launches(
+    found = listings.read_launches(
         textwrap.dedent("""\
         001: kCustomKernel [source       | next=002 (1) ] loop_broadcast_fusion grid: [2, 1, 1] threads: [128, 1, 1]  shared_memory: 0 bytes
         002: kCustomKernel [prev=001 (1) | next=003 (1) ] block_attention grid: [264, 1, 1] threads: [128, 1, 1]  shared_memory: 98304 bytes
@@ -184,9 +184,9 @@ def test_shared_memory_that_a_mosaic_kernel_asks_for():
         "blocks(%a, %b, %c) in (%d = %e) threads(%f) in (%g = %h) dynamic_shared_memory_size %size "
         "{\n"
     )
-    assert compiler.read_dynamic_shared(dump) == 214144
+    assert listings.read_dynamic_shared(dump) == 214144
     with pytest.raises(ValueError, match="does not say how much shared memory"):
-        compiler.read_dynamic_shared(dump.replace("%size = ", "%other = "))
+        listings.read_dynamic_shared(dump.replace("%size = ", "%other = "))
 
 
 # What the optimised HLO says: a loop over a cache of 64 x 128 entries.

@@ -24,13 +24,13 @@ _OURS = ("conversation", "messages", "tokenize", "add_generation_prompt", "conti
 
 
 class StepOpening(NamedTuple):
-    """What opens each step but a first one: its header, and a question where it is asked."""
+    """The opening of each step but a first one: its header, and a question where it is asked."""
 
     header: str
     question: str
 
     def text(self, name: str, step: int, ask: bool) -> str:
-        """The opening of a worker's step."""
+        """The text for a step of a worker."""
         return _fill(self.header, name=name, step=step) + (self.question if ask else "")
 
 
