@@ -80,6 +80,7 @@ class SessionPasses:
       listed: for each row the blocks that it sees.
       passes: the most to run.
       halts: whether the session runs no further pass once a row has finished.
+      is_first: whether the session has had no passes yet.
       compile_seconds: that the dispatch has taken besides.
       version: of the weights that it ran with.
       error: the exception where it failed.
@@ -93,6 +94,7 @@ class SessionPasses:
     listed: Sequence[Sequence[int]]
     passes: int
     halts: bool
+    is_first: bool = False
     compile_seconds: float = 0.0
     version: int = 0
     error: Exception | None = None
@@ -102,11 +104,6 @@ class SessionPasses:
     def num_rows(self) -> int:
         """The rows that it takes."""
         return self.state.layout.num_rows
-
-    @property
-    def is_new(self) -> bool:
-        """Returns whether the session has had no pass yet."""
-        return not np.any(self.state.clock)
 
     @property
     def text(self) -> str:

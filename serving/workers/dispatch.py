@@ -153,6 +153,7 @@ def _run_requested(
         listed=listed,
         passes=min(passes, session.engine.passes),
         halts=halts,
+        is_first=state is session.state and not session.passes,
     )
     interrupt = session.engine.run_session(request)
     return request, request.compile_seconds, interrupt
