@@ -123,7 +123,7 @@ class Scheduler:
         sessions = self.sessions.place(free, self.output.version)
         if sessions or any(row.decoding for row in self.live):
             # Neither a prompt's next chunk nor sessions that begin together must wait long.
-            few = any(not row.decoding for row in self.live) or any(s.is_first for s, *_ in sessions)
+            few = any(not row.decoding for row in self.live) or any(s[0].is_first for s in sessions)
             passes = max(1, self._most_passes() // (4 if few else 1))
             passes = self._siblings.passes(passes, self.live)
             self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
