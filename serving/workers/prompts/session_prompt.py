@@ -48,22 +48,25 @@ class SessionTexts:
 
         Where steps stay in their block there is one header, at its start.
         """
-        if number > 1 and name not in roster.layout.moves:
-            text = self.format.question if ask else ""
+        # The first name stays the first, marked as it is.
+        marked, *names = map(self.codec.mark_name, (name, *roster.names))
+        if number > 1:
+            text = self._later(roster, name).text(marked, number, ask)
         else:
-            # The first name stays the first, marked as it is.
-            marked, *names = map(self.codec.mark_name, (name, *roster.names))
             text = self.format.opening(marked, number, names=names, ask=ask)
-        # A space belongs to the token that comes next.
-        return self.codec.encode_recurring(text.rstrip(" "))
+        return _tokens(self.codec, text)
+
+    def _later(self, roster: Roster, name: str) -> StepOpening:
+        """The text that opens a worker's steps after the first one."""
+        header = self.format.step_header if name in roster.layout.moves else ""
+        return StepOpening(header, self.format.question)
 
     def later_openings(self, roster: Roster, name: str, numbers: range) -> "Openings":
         """The openings of a worker's steps, none of them the first; see `opening`."""
-        header = self.format.step_header if name in roster.layout.moves else ""
         return _later_openings(
             self.codec,
             str(self.codec.tokenizer.chat_template),  # which marks follow
-            StepOpening(header, self.format.question),
+            self._later(roster, name),
             self.codec.mark_name(name),
             numbers,
         )
@@ -95,7 +98,11 @@ def _later_openings(
     """See `SessionTexts.later_openings`. Sessions of one model have many of them in common."""
 
     def tokens(number: int, ask: bool) -> tuple[int, ...]:
-        # A space belongs to the token that comes next.
-        return tuple(codec.encode_recurring(opening.text(name, number, ask).rstrip(" ")))
+        return tuple(_tokens(codec, opening.text(name, number, ask)))
 
     return tuple((tokens(number, False), tokens(number, True)) for number in numbers)
+
+
+def _tokens(codec: Codec, text: str) -> list[int]:
+    # A space belongs to the token that comes next.
+    return codec.encode_recurring(text.rstrip(" "))
