@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.matrix_codes import (
     MatrixForm,
+    check_triton,
     group_value,
     halves,
     in_arrays,
@@ -57,6 +58,7 @@ def triton_dense_product(
       NotImplementedError: no such GPU or dtype, arrays that are too large, or a JAX without Triton.
     """
     device = supported_device(x, kernel)
+    check_triton()
     outputs, rows = kernel.shape[0], x.shape[0]
     form, arrays = in_arrays(kernel)
     tiles = choose_tiles(rows, outputs, form, kernel.codes.shape[1], device)

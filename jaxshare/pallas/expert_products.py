@@ -26,6 +26,7 @@ from jaxtyping import Float, Int, Int32
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.matrix_codes import (
     MatrixForm,
+    check_triton,
     group_value,
     in_arrays,
     numbers,
@@ -55,6 +56,7 @@ def gpu_expert_products(
         Triton.
     """
     device = supported_device(x, kernel)
+    check_triton()
     flat = expert.reshape(-1).astype(jnp.int32)
     x = kernel.ordered(x) if isinstance(kernel, QuantisedTensor) else x
     order, ends = in_order(flat, kernel.shape[0])

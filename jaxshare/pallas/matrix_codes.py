@@ -69,8 +69,7 @@ def supported_device(x: Array, kernel: Array | QuantisedTensor) -> Device:
     """The GPU that a kernel for these rows and matrices is to run on.
 
     Raises:
-      NotImplementedError: no such GPU, dtype or format, arrays that are too large, or a JAX without
-        Triton.
+      NotImplementedError: no such GPU, dtype or format, or arrays that are too large.
     """
     device = current_device()
     if device is None or device.capability < _MIN_CAPABILITY:
@@ -84,11 +83,15 @@ def supported_device(x: Array, kernel: Array | QuantisedTensor) -> Device:
         raise NotImplementedError(f"rows are {x.dtype} and matrices {kernel.dtype}")
     if max(leaf.size for leaf in jax.tree.leaves((x, kernel))) >= _MOST_ELEMENTS:
         raise NotImplementedError("an array has 2 ** 31 elements or more")
+    return device
+
+
+def check_triton() -> None:
+    """Raises NotImplementedError where JAX has no Triton, which it is to lose."""
     try:
         importlib.import_module("jax.experimental.pallas.triton")
     except ImportError as error:
         raise NotImplementedError(f"this JAX has no Triton: {error}") from error
-    return device
 
 
 def numbers(form: MatrixForm, codes: Array, byte: Array) -> list[tuple[Array, Array]]:
