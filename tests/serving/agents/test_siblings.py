@@ -54,8 +54,6 @@ def test_siblings_hit_the_cache_and_say_what_they_would_have_said(models, name):
     assert after.replayed + after.followed > before.replayed + before.followed
     if name == "monte carlo":  # which fires one state at a time
         assert after.ahead > before.ahead
-    else:
-        assert after.followed > before.followed
 
 
 async def searched(model: EngineModel, name: str):
