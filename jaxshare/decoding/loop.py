@@ -17,7 +17,6 @@ from jax import Array
 
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
-from jaxshare.command_buffers import graph_options
 from jaxshare.decoding.changes import Changes
 from jaxshare.decoding.draw import draw_tokens, with_top_logits
 from jaxshare.decoding.few_rows import put_first, take_first
@@ -29,7 +28,6 @@ from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
 from jaxshare.decoding.steps import after_sampling
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.deprecated import warn_renamed
-from jaxshare.layout import is_concrete
 from jaxshare.pallas.device import current_device
 
 
@@ -80,7 +78,7 @@ def decode(
         stop_on_finish = until_any
     _check(state, passes, width, pieces, rows, max_idle)
     donated: Any = dict.fromkeys(("cache", "logits", "top_logits"))
-    return _program(state)(
+    return _decode(
         model,
         params,
         state.cache,
@@ -134,22 +132,11 @@ def _limits(passes: int, max_idle: int | None, stop_on_finish: bool) -> np.ndarr
     return np.asarray([passes, min(max_idle, INT32_MAX), stop_on_finish], np.int32)
 
 
-def _program(state: DecodeState) -> Callable[..., DecodeState]:
-    """The dispatch for this device. Inside another trace options are those of the program around."""
-    return _jitted(*(graph_options() if is_concrete(state.cache.lengths) else {}).items())
-
-
-@functools.cache
-def _jitted(*options: tuple[str, str]) -> Callable[..., DecodeState]:
-    """The jitted dispatch, compiled with these options of XLA."""
-    return jax.jit(
-        _decode,
-        static_argnames=("model", "width", "pieces", "rows"),
-        donate_argnames=("cache", "logits", "top_logits"),
-        compiler_options=dict(options) or None,
-    )
-
-
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "width", "pieces", "rows"),
+    donate_argnames=("cache", "logits", "top_logits"),
+)
 def _decode(
     model: DecodeModel,
     params: Any,

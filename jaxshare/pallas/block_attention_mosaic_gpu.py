@@ -32,6 +32,9 @@ from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena
 from jaxshare.rope import rotate
 
+SETUP_TILES = 1
+"""Tiles that take as long as the start and the end of a segment."""
+
 
 def mosaic_gpu_attention(
     q: Float[Array, "R T H D"],
@@ -70,6 +73,7 @@ def mosaic_gpu_attention(
         tile=tiles.tile,
         num_items=device.multiprocessors,
         alignment=ALIGNMENT,
+        setup=SETUP_TILES,
     )
     queries = segment_queries(q, plan, work, query_scale(scale, softcap), keys.dtype)
     if latent:

@@ -40,7 +40,7 @@ from jaxshare.pallas.product_tiles import (
     group_bytes,
     registers_of,
 )
-from jaxshare.pallas.registers_mosaic_gpu import less_zeros_in_registers
+from jaxshare.pallas.registers_mosaic_gpu import less_zeros_in_registers, store
 from jaxshare.quantised import QuantisedTensor
 
 INTERPRETER_LACKS = {
@@ -381,7 +381,7 @@ def _store(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         part = total[:, i : i + chunk].astype(out_smem.dtype)
         part = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.store(out_smem.transpose((1, 0)), part, optimized=False)
+        store(plgpu, out_smem.transpose((1, 0)), part)
         plgpu.commit_smem()
         rows = min(chunk, stored - i)
         plgpu.copy_smem_to_gmem(

@@ -1,4 +1,5 @@
-"""Codes of quantised matrices in registers, in kernels in Pallas on Mosaic GPU.
+"""Codes of quantised matrices in registers, and the way from registers to memory, in kernels in Pallas
+on Mosaic GPU.
 
 A warpgroup's tile of codes becomes numbers in the layout of wgmma's first operand, so that they need
 not go back to shared memory. Neighbouring lanes exchange codes, of which a register has four, before
@@ -18,6 +19,15 @@ INTERPRETER_LACKS = {
     "Mosaic's own operations (inline_mgpu)": "conversions of jax.numpy, with the same results",
 }
 """The operation here that Mosaic GPU's interpreter lacks, and its replacement when it is interpreted."""
+
+
+def store(plgpu: Any, ref: Any, value: Array) -> None:
+    """Stores a value whose layout may meet bank conflicts, or in device memory. JAX 0.11 has no name
+    for that: there an assignment is one."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def less_zeros_in_registers(

@@ -33,6 +33,7 @@ from jaxshare.pallas.codes_mosaic_gpu import (
     wait_for_last,
 )
 from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads, SegmentTiles
+from jaxshare.pallas.registers_mosaic_gpu import store
 from jaxshare.pallas.scores import capped
 from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, partial_row
@@ -226,13 +227,11 @@ def wide_kernel(
         plgpu.barrier_arrive(values.free.at[slot])
         return mixed
 
-    def store(now: SegmentTiles, mixed: Results, factor: Array, first: int) -> None:
+    def store_results(now: SegmentTiles, mixed: Results, factor: Array, first: int) -> None:
         """Stores parts of the results, from the first on, scaled."""
         for i, each in enumerate(mixed):
             columns = pl.ds((first + i) * width, width)
-            plgpu.store(
-                out_ref.at[rows_of(now), columns], each * wide(factor, width), optimized=False
-            )
+            store(plgpu, out_ref.at[rows_of(now), columns], each * wide(factor, width))
 
     @pl.when(warpgroup == 2)
     def _fetch() -> None:
@@ -353,8 +352,8 @@ def wide_kernel(
             factor = 1.0 / total
             hand_over(factor, given)
             lse = jnp.where(empty, -jnp.inf, top + jnp.log(total) * math.log2(math.e))
-            plgpu.store(lse_ref.at[rows_of(now)], lse, optimized=False)
-            store(now, mixed, factor, 0)
+            store(plgpu, lse_ref.at[rows_of(now)], lse)
+            store_results(now, mixed, factor, 0)
             return pieces + 1, used, given + 1
 
         *_, given = over_pieces(score_piece, jnp.int32(0), jnp.int32(0), jnp.int32(0))
@@ -384,7 +383,7 @@ def wide_kernel(
             )
             factor = taken()
             plgpu.barrier_arrive(memory.weights_free)
-            store(now, mixed, factor, 1)
+            store_results(now, mixed, factor, 1)
             return (used,)
 
         over_pieces(mix_piece, jnp.int32(0))

@@ -4,8 +4,9 @@ They are made from the plan, inside jit. The queries of all rows that see a bloc
 each other: a block's queries are cut into segments of at most `span`, and each segment reads the
 block's keys once for all of them (Hydragen section 3.2). A segment's keys are cut into tiles of
 `tile` tokens. All tiles of all segments of all kv heads, concatenated, are cut into `num_items`
-items of equal length, cuts inside a block allowed, so that every multiprocessor has the same amount
-of work whatever the lengths are; many short private blocks share an item. The part of an item that
+items of equal cost, cuts inside a block allowed, so that every multiprocessor has the same amount
+of work whatever the lengths are; many short private blocks share an item. The cost is that of the
+tiles and, for each segment, of its start and its end. The part of an item that
 belongs to one segment is a piece; each piece leaves partial results, which are merged by
 log-sum-exp.
 
@@ -19,79 +20,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jaxtyping import Int
 
 from jaxshare.attention.plan import Plan
+from jaxshare.pallas.segments import ItemCuts, Segments, sum_before
 
 ROW_ALIGNMENT = 8
 """The queries of a block start at a multiple of this, so that partial results can be stored in bulk
 copies of eight rows."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Segments:
-    """The segments of a pass, S at most; those from `Work.count` on have no tiles.
-
-    A segment's tiles are the same for every kv head.
-
-    Attributes:
-      table: int32[S, 8], the properties below in this order: a row is one aligned read of 32
-        bytes.
-    """
-
-    table: Array
-
-    @property
-    def query(self) -> Int[Array | np.ndarray, " S"]:
-        """The index of the first of its queries among all queries of the pass (`Work.source`)."""
-        return self.table[:, 0]
-
-    @property
-    def queries(self) -> Int[Array | np.ndarray, " S"]:
-        """The number of its queries, at most the span."""
-        return self.table[:, 1]
-
-    @property
-    def start(self) -> Int[Array | np.ndarray, " S"]:
-        """The arena index of its first tile.
-
-        That is the first token of its block that any of its queries sees, rounded down to the
-        alignment.
-        """
-        return self.table[:, 2]
-
-    @property
-    def lead(self) -> Int[Array | np.ndarray, " S"]:
-        """The block's first token, counted from `start`: tokens of the first tile that precede the
-        block. With a sliding window it is negative where the first tile starts inside the block."""
-        return self.table[:, 3]
-
-    @property
-    def tiles(self) -> Int[Array | np.ndarray, " S"]:
-        """The number of tiles it reads."""
-        return self.table[:, 4]
-
-    @property
-    def full(self) -> Int[Array | np.ndarray, " S"]:
-        """The number of its first tiles of which all of its queries see all tokens.
-
-        First in the order of reading; in the others each query has its limit.
-        """
-        return self.table[:, 5]
-
-    @property
-    def tiles_before(self) -> Int[Array | np.ndarray, " S"]:
-        """Tiles of all segments before it."""
-        return self.table[:, 6]
-
-    @property
-    def turn(self) -> Int[Array | np.ndarray, " S"]:
-        """The number of its first tiles in the order of tokens, which are read last: those that hold
-        tokens before the block, or tokens that are outside some query's sliding window."""
-        return self.table[:, 7]
 
 
 @jax.tree_util.register_dataclass
@@ -155,7 +91,8 @@ def partial_row(work: Work, item: Array, head: Array, query: Array) -> Array:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("group", "kv_heads", "span", "tile", "num_items", "alignment")
+    jax.jit,
+    static_argnames=("group", "kv_heads", "span", "tile", "num_items", "alignment", "setup"),
 )
 def make_work(
     plan: Plan,
@@ -166,6 +103,7 @@ def make_work(
     tile: int,
     num_items: int,
     alignment: int = 1,
+    setup: int = 0,
 ) -> Work:
     """The work of a pass.
 
@@ -179,26 +117,28 @@ def make_work(
       tile: tokens of a tile.
       num_items: P, the number of items.
       alignment: tiles start at multiples of it in the arena, for hardware whose bulk copies do.
+      setup: the tiles that take as long as the start and the end of a segment.
     """
     rows, slots = plan.blocks.shape
     per_row = plan.positions.shape[1] * group
     pairs = _pairs(plan, per_row, span)
     segments, count = _segments(plan, pairs, group=group, span=span, tile=tile, alignment=alignment)
     total = segments.tiles_before[-1] + segments.tiles[-1]
+    cuts = ItemCuts.of(segments, setup, kv_heads, num_items)
     num_queries = rows * slots * _round_up(per_row, ROW_ALIGNMENT)
     source, limits, unseen = _sources(pairs, group, num_queries + span)
     return Work(
         count=count,
         total=total,
         segments=segments,
-        items=_items(segments, count, total, kv_heads, num_items),
+        items=_items(segments, count, total, cuts),
         source=source,
         limits=limits,
         unseen=unseen,
         query=jnp.where(pairs.sees, pairs.query, -1).reshape(rows, slots),
         segment=pairs.segment.reshape(rows, slots),
         member=pairs.member.reshape(rows, slots),
-        pieces=_pieces(segments, total, kv_heads, num_items),
+        pieces=_pieces(segments, cuts),
         num_queries=num_queries,
         span=span,
         tile=tile,
@@ -349,7 +289,7 @@ def _segments(
         .at[to]
         .set(jnp.stack(fields, axis=1), mode="drop", unique_indices=True)
     )
-    tiles_before = _sum_before(placed[:, 4])[:, None]
+    tiles_before = sum_before(placed[:, 4])[:, None]
     table = jnp.concatenate([placed[:, :6], tiles_before, placed[:, 6:]], axis=1)
     return Segments(table), jnp.sum(real, dtype=jnp.int32)
 
@@ -396,11 +336,9 @@ def _out_of_sight(pairs: _Pairs, begin: Array, end: Array, group: int) -> tuple[
     )
 
 
-def _items(segments: Segments, count: Array, total: Array, kv_heads: int, num_items: int) -> Array:
+def _items(segments: Segments, count: Array, total: Array, cuts: ItemCuts) -> Array:
     """`Work.items`: the cuts of all tiles into items, and the segments on both sides of each."""
-    share, rest = total * kv_heads // num_items, total * kv_heads % num_items
-    item = jnp.arange(num_items + 1)
-    cut = item * share + jnp.minimum(item, rest)
+    cut = cuts.tiles(segments, total)
     real = jnp.arange(segments.tiles_before.shape[0]) < count
     ends = segments.tiles_before + segments.tiles
 
@@ -417,32 +355,12 @@ def _items(segments: Segments, count: Array, total: Array, kv_heads: int, num_it
     return jnp.stack([first_tile, end_tile, first, end], axis=1)
 
 
-def _pieces(segments: Segments, total: Array, kv_heads: int, num_items: int) -> Array:
-    """`Work.pieces`, from the sizes of the items: the first `rest` have a tile more."""
-    share, rest = total * kv_heads // num_items, total * kv_heads % num_items
-    long = rest * (share + 1)
-
-    def item(tile: Array) -> Array:
-        return jnp.where(
-            tile < long, tile // (share + 1), rest + (tile - long) // jnp.maximum(share, 1)
-        )
-
-    first_tile = jnp.arange(kv_heads)[:, None] * total + segments.tiles_before
-    first, end = item(first_tile), item(first_tile + segments.tiles - 1) + 1
+def _pieces(segments: Segments, cuts: ItemCuts) -> Array:
+    """`Work.pieces`."""
+    of_head = jnp.arange(cuts.kv_heads)[:, None] * cuts.whole
+    first_tile = of_head + cuts.before + cuts.setup
+    first, end = cuts.item(first_tile), cuts.item(first_tile + segments.tiles - 1) + 1
     return jnp.stack([first, jnp.where(segments.tiles > 0, end, first)], axis=2)
-
-
-def _sum_before(x: Array) -> Array:
-    """The exclusive sum along one axis, as two small sums in place of a chain of them."""
-    run = 64
-    padded = jnp.pad(x, (0, -x.shape[0] % run)).reshape(-1, run)
-    within = jnp.sum(
-        jnp.where(jnp.arange(run)[:, None] > jnp.arange(run), padded[:, None], 0), axis=2
-    )
-    whole = jnp.sum(padded, axis=1)
-    runs = jnp.arange(whole.shape[0])
-    before = jnp.sum(jnp.where(runs[:, None] > runs, whole[None], 0), axis=1)
-    return (within + before[:, None]).reshape(-1)[: x.shape[0]]
 
 
 def _round_up(x: Any, multiple: int) -> Any:

@@ -4,6 +4,7 @@ against others' attention.
     python -m scripts.bench.attention                             # the full measurement
     python -m scripts.bench.attention --quick                     # within three minutes
     python -m scripts.bench.attention --parts private,workers     # some of its parts
+    python -m scripts.bench.attention --sides mosaic_gpu,'jax.nn cudnn'    # and of its sides
     python -m scripts.bench.attention --json --output FILE        # one JSON object
     python -m scripts.bench.attention --cpu                       # the whole program at tiny sizes, without a GPU
 
@@ -36,7 +37,7 @@ from scripts.bench.lib import ROOT, Parser, finish, machine, own_command, table,
 from scripts.bench.parts.attention import measurements as parts
 from scripts.bench.parts.attention import plots
 from scripts.bench.parts.attention.scale import FULL, QUICK, TINY
-from scripts.bench.parts.attention.speed import BACKENDS, Bench, Ceilings, Say
+from scripts.bench.parts.attention.speed import BACKENDS, PEERS, Bench, Ceilings, Say
 from scripts.bench.peer import TORCH_PYTHON, Worker, WorkerError
 
 WORKER = "scripts.bench.peers.torch_attention"
@@ -51,6 +52,7 @@ class Options:
     """
 
     parts: tuple[str, ...]
+    sides: tuple[str, ...]
     quick: bool
     cpu: bool
     rounds: int
@@ -68,6 +70,12 @@ def parse(arguments: Sequence[str] | None) -> Options:
         default=",".join(parts.PARTS),
         metavar="P,P",
         help="what to look at (default %(default)s)",
+    )
+    parser.add_argument(
+        "--sides",
+        default=",".join(BACKENDS + PEERS).replace(", ", " "),
+        metavar="S,S",
+        help="what is measured, where a part has it (default %(default)s)",
     )
     parser.add_argument(
         "--quick",
@@ -95,6 +103,8 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the results there")
     given = parser.parse_args(arguments)
     asked = parser.some_of("--parts", given.parts, parts.PARTS)
+    names = {name.replace(", ", " "): name for name in BACKENDS + PEERS}
+    sides = [names[side] for side in parser.some_of("--sides", given.sides, [*names])]
     rounds = (
         given.rounds if given.rounds is not None else 1 if given.cpu else 5 if given.quick else 9
     )
@@ -114,7 +124,16 @@ def parse(arguments: Sequence[str] | None) -> Options:
         parser.error(f"--torch-python is {given.torch_python}, but there is no such program")
     python = None if given.without_torch else given.torch_python or _torch_python()
     return Options(
-        asked, given.quick, given.cpu, rounds, seed, python, given.json, given.output, given.plots
+        asked,
+        tuple(sides),
+        given.quick,
+        given.cpu,
+        rounds,
+        seed,
+        python,
+        given.json,
+        given.output,
+        given.plots,
     )
 
 
@@ -181,6 +200,7 @@ def settings_of(options: Options, bench: Bench, torch_skipped: str | None) -> di
     """The settings of a report; `torch_skipped` says why PyTorch's side was not measured."""
     return {
         "parts": options.parts,
+        "sides": options.sides,
         "quick": options.quick,
         "cpu": options.cpu,
         "seed": options.seed,
@@ -200,7 +220,8 @@ def prepared(options: Options, worker: Worker | None, say: Say) -> Bench:
     """The settings and tools of a measurement."""
     gpu = current_device()
     shared: dict[str, Any] = {
-        "backends": BACKENDS,
+        "backends": [name for name in BACKENDS if name in options.sides],
+        "peers": [name for name in PEERS if name in options.sides],
         "worker": worker,
         "rounds": options.rounds,
         "seed": options.seed,
@@ -229,7 +250,11 @@ def measure(options: Options, bench: Bench, results: dict[str, Any]) -> None:
     """Measures all parts of the options; `results` grows, and so do the bench's checks."""
     scale = TINY if options.cpu else QUICK if options.quick else FULL
     # Without a GPU few backends can do anything, so the reference takes the place of one more.
-    first = dataclasses.replace(bench, backends=(*BACKENDS, "reference")) if options.cpu else bench
+    first = (
+        dataclasses.replace(bench, backends=(*bench.backends, "reference"))
+        if options.cpu
+        else bench
+    )
     if "correctness" in options.parts:
         parts.measure_correctness(first, scale)
     if "private" in options.parts:

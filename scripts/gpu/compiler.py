@@ -291,10 +291,8 @@ class Compiler:
 
     @staticmethod
     def finish(lowered: Any, more: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """Compiles what is lowered, with the options that the decode loop has on a GPU, and more."""
-        from jaxshare.command_buffers import LOOPS_IN_GRAPHS
-
-        return lowered.compile(compiler_options={**LOOPS_IN_GRAPHS, **more})
+        """Compiles what is lowered, with these options of XLA."""
+        return lowered.compile(compiler_options={**more} or None)
 
     def _launches(self) -> str:
         """XLA's list of launches, with graphs where it has made any."""

@@ -36,6 +36,7 @@ SLOWER = 8
 """Times a part's limit that it may take where it is rehearsed, on a CPU that does other things too."""
 GRACE = 10
 """Seconds that a part has after its limit to write what it has measured."""
+_ATTENTION = "scripts.bench.attention"
 DONE, FAILED, LATE = "done", "failed", "late"
 
 
@@ -56,17 +57,17 @@ class Part:
     tiny: str
     seconds: int
 
-    def command(self, output: Path, *, rehearsed: bool) -> list[str]:
+    def command(self, output: Path, *, rehearsed: bool, sides: str | None = None) -> list[str]:
         options = (self.tiny if rehearsed else self.options).split()
         result = [] if self.module == "pytest" else ["--output", str(output)]
-        return [sys.executable, "-m", self.module, *options, *result]
+        asked = ["--sides", sides] if sides and self.module == _ATTENTION else []
+        return [sys.executable, "-m", self.module, *options, *asked, *result]
 
 
 def _attention(name: str, parts: str, seconds: int, options: str = "--without-torch") -> Part:
     """Some parts of the benchmark of attention."""
     tiny = f"--cpu --without-torch --parts {parts}"
-    module = "scripts.bench.attention"
-    return Part(name, module, f"--quick --parts {parts} {options}", tiny, seconds)
+    return Part(name, _ATTENTION, f"--quick --parts {parts} {options}", tiny, seconds)
 
 
 _WORKERS = "--quick --histories 64 --workers 1,2 --steps 1 --rounds 1"
@@ -98,6 +99,7 @@ class Options:
     """`minutes` is None for no limit of all together."""
 
     parts: tuple[str, ...]
+    sides: str | None
     minutes: float | None
     output: Path
     rehearsed: bool
@@ -113,6 +115,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     names = [part.name for part in PARTS]
     parser.add_argument(
         "--parts", default=",".join(names), metavar="P,P", help="what to run (default %(default)s)"
+    )
+    parser.add_argument(
+        "--sides", metavar="S,S", help=f"of attention, as {_ATTENTION} takes them; default all"
     )
     parser.add_argument(
         "--minutes", type=float, help="of all together; the rest is left for another run"
@@ -131,7 +136,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     output = folder if given.output is None else given.output
     parser.check_folder("--output", output)
     asked = parser.some_of("--parts", given.parts, names)
-    return Options(asked, given.minutes, output.resolve(), given.rehearse, given.again)
+    return Options(asked, given.sides, given.minutes, output.resolve(), given.rehearse, given.again)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,7 +221,7 @@ def run_part(part: Part, options: Options, limit: float) -> dict[str, Any]:
     """Runs one program within its limit, and says what became of it."""
     result = options.output / f"{part.name}.json"
     result.unlink(missing_ok=True)
-    command = part.command(result, rehearsed=options.rehearsed)
+    command = part.command(result, rehearsed=options.rehearsed, sides=options.sides)
     environment = dict(os.environ)
     if options.rehearsed:
         environment["JAX_PLATFORMS"] = "cpu"

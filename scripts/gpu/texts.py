@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from scripts.bench.lib import ROOT, Goal, Parser, finish, machine, own_command, table, versions
@@ -55,7 +56,13 @@ def asked(device: str, dtype: str) -> dict[str, Any]:
     Raises:
       RuntimeError: it has failed, with what it said last.
     """
-    environment = {**os.environ, "JAX_PLATFORMS": device, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": device,
+        "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+        # Two processes share a GPU.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
     command = [sys.executable, "-W", "ignore", "-m", "scripts.gpu.texts", "--side", dtype]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment
@@ -117,8 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.check_output(given.output)
     results = {}
     try:
-        for dtype in DTYPES:
-            one, other = (asked(device, dtype) for device in devices)
+        with ThreadPoolExecutor() as threads:  # each waits for a process
+            found = {
+                dtype: [threads.submit(asked, device, dtype) for device in devices]
+                for dtype in DTYPES
+            }
+        for dtype, sides in found.items():
+            one, other = (each.result() for each in sides)
             results[dtype] = {kind: compared(one[kind], other[kind]) for kind in KINDS}
     except RuntimeError as error:
         print(f"scripts.gpu.texts: {error}", file=sys.stderr)

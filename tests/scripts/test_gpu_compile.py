@@ -464,14 +464,7 @@ def test_what_a_host_works_through_in_a_dispatch():
     assert check.host_work(program) == {"graphs": 2, "waits": 2, "alone": 3, "in_graphs": 3}
 
 
-def test_goals_of_one_graph():
-    host = {"graphs": 1, "waits": 0, "alone": 0, "in_graphs": 654}
-    assert missed({"steps": [{**STEP, "host": host}]}) == []
-    assert missed({"steps": [{**STEP, "host": {**host, "graphs": 2, "waits": 1, "alone": 3}}]}) == [
-        "triton, 4 workers: graphs of a dispatch",
-        "triton, 4 workers: loops and branches of the host",
-        "triton, 4 workers: launches outside of graphs",
-    ]
+def test_goals_of_cold_starts():
     cold = {"backend": "triton", "name": "Llama", "error": None, "layers": 32, "kernels": 4}
     assert missed({"cold": [cold]}) == []
     assert missed({"cold": [{**cold, "kernels": 64}]}) == [
@@ -484,6 +477,13 @@ def test_goals_of_sampling():
     draw = {"name": "top-k", "error": None, "host": host, "kernels": KERNELS["kernels"]}
     assert missed({"sampling": [draw]}) == []
     spilling = [{**KERNELS["kernels"][0], "spill_bytes": 4}]
+    assert missed(
+        {"sampling": [{**draw, "host": {**host, "graphs": 2, "waits": 1, "alone": 3}}]}
+    ) == [
+        "sampling, top-k: graphs of a dispatch",
+        "sampling, top-k: loops and branches of the host",
+        "sampling, top-k: launches outside of graphs",
+    ]
     assert missed({"sampling": [{**draw, "host": {**host, "in_graphs": 7}}]}) == [
         "sampling, top-k: launches"
     ]

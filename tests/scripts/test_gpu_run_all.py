@@ -23,7 +23,7 @@ def parts(monkeypatch):
     """Three parts: one that writes its result, one that fails, and one that does not end."""
     made = tuple(Part(name, "", "", "", 20 if name != "slow" else 1) for name in PROGRAMS)
 
-    def command(part, output, *, rehearsed):
+    def command(part, output, *, rehearsed, sides):
         program = f"import json, sys, time; file = sys.argv[1]; {PROGRAMS[part.name]}"
         return [sys.executable, "-c", program, str(output)]
 
@@ -97,6 +97,15 @@ def test_the_benchmark_of_attention_takes_the_options_of_its_parts(tmp_path):
             assert options.cpu == rehearsed and options.quick != rehearsed
             covered |= {*options.parts}
     assert covered == {*attention.parts.PARTS}
+
+
+def test_sides_are_of_attention_alone(tmp_path):
+    for part in run_all.PARTS:
+        command = part.command(tmp_path / "x.json", rehearsed=False, sides="triton,jax.nn cudnn")
+        if part.module == "scripts.bench.attention":
+            assert attention.parse(command[3:]).sides == ("triton", "jax.nn, cudnn")
+        else:
+            assert "--sides" not in command
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxshare import Sampler, Samplers, command_buffers
+from jaxshare import Sampler, Samplers
 from jaxshare.attention.api import preferred
-from jaxshare.decoding import loop, sampling, truncation
+from jaxshare.decoding import sampling, truncation
 from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor
 from scripts.bench.parts.attention import cases
 from tests.core.pallas import interpreted, products
 from tests.core.pallas import test_codes as codes_interpreted
-from tests.helpers import run, tiny_state
 
 Heads = cases.Heads
 
@@ -190,23 +189,6 @@ def test_draws_are_those_of_xla(gpu, monkeypatch):
     monkeypatch.setattr(sampling, "draws_on", lambda _: None)
     monkeypatch.setattr(truncation, "draws_on", lambda _: None)
     assert (found != tokens()).sum() <= 2
-
-
-def test_loops_in_graphs_give_what_the_hosts_give(gpu, monkeypatch):
-    """Graphs are recorded, run again and given other arrays from the second dispatch on."""
-    prompts = [[1, 2, 3], list(range(2, 22)), [4], [5, 6]]
-
-    def dispatches(options: dict[str, str]) -> list[list[list[int]]]:
-        monkeypatch.setattr(loop, "graph_options", lambda: options)
-        state, found = tiny_state(prompts), []
-        for passes in (1, 3, 2, 5, 4):
-            state = run(state, passes)
-            found.append(state.outputs())
-        return found
-
-    assert command_buffers.graph_options() == command_buffers.LOOPS_IN_GRAPHS
-    expected = dispatches({})
-    assert any(expected[-1]) and dispatches(command_buffers.LOOPS_IN_GRAPHS) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 130])

@@ -168,7 +168,7 @@ def test_other_parameters_are_no_other_program(engine):
         params = Sampler(processors={"memory": {"strength": strength}, "clip": {}})
         output = engine.submit(PROMPT, params, max_new_tokens=8).wait()
         assert list(output.tokens) == greedy(PROMPT, params, 8)[0]
-        return loop._jitted()._cache_size()
+        return loop._decode._cache_size()
 
     assert run(0.1) == run(0.2)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxshare.models import Decoder, LoadedModel, ModelConfig
 from jaxshare.models.generation_config import Generation
+from jaxshare.models.packed import pack
 from scripts.bench.lib import Goal, alternate, ratios
 from scripts.bench.parts.attention import cases
 from scripts.bench.parts.attention.cases import Case, Heads
@@ -239,6 +240,7 @@ def measure_step(bench: Bench, scale: Scale, batch: int) -> dict[str, Any]:
     config = ModelConfig.from_json(scale.model)
     bench.say(f"step, batch {batch}: parameters")
     params, parameters = random_params(config, bench.seed)
+    params = pack(params, config)  # as models are loaded for one GPU
     tokens = scale.context + (scale.steps + 1) / 2  # that a row sees in a pass, in the mean
     token_bytes = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
     read = 2 * parameters + batch * tokens * token_bytes

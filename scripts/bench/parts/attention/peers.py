@@ -38,7 +38,6 @@ def others(
     of keys and values [R, S, K, D]."""
     heads, rows, tokens = case.heads, len(case.rows), case.after[0]
     calls, passes = bench.loop(case)
-    found = {}
 
     def side(call: Callable[[], float], way: str | None = None) -> Side:
         return Side(
@@ -58,9 +57,10 @@ def others(
             )
         )
 
-    found[JAX_XLA], found[JAX_CUDNN] = jax_side("xla", tokens), jax_side("cudnn", tokens)
-    found[PALLAS] = jax_side("pallas", -(-tokens // (SPLITS * SPLIT_TILE)) * SPLITS * SPLIT_TILE)
-    if bench.worker:
+    in_pieces = -(-tokens // (SPLITS * SPLIT_TILE)) * SPLITS * SPLIT_TILE
+    forms = {JAX_XLA: ("xla", tokens), JAX_CUDNN: ("cudnn", tokens), PALLAS: ("pallas", in_pieces)}
+    found = {name: jax_side(*form) for name, form in forms.items() if name in bench.peers}
+    if bench.worker and SDPA in bench.peers:
         worker = bench.worker
         try:
             answer = worker.ask(
@@ -99,7 +99,7 @@ def others_causal(bench: Bench, case: Case) -> dict[str, Side]:
         return Side(turn, case.layer_bytes, case.layer_flops)
 
     forms = {JAX_XLA: "xla", JAX_CUDNN: "cudnn", TOKAMAX: "tokamax"}
-    return {name: side(form) for name, form in forms.items()}
+    return {name: side(form) for name, form in forms.items() if name in bench.peers}
 
 
 @functools.partial(jax.jit, static_argnames=("form", "calls", "passes"))

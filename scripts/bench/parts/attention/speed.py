@@ -38,6 +38,7 @@ JAX_XLA, JAX_CUDNN, PALLAS, SDPA, TOKAMAX = (
     "PyTorch SDPA",
     "tokamax",
 )
+PEERS = JAX_XLA, JAX_CUDNN, PALLAS, SDPA, TOKAMAX
 UNSHARED, UNROTATED = "unshared", "one row, not rotated"
 
 L2_BYTES = 64 << 20
@@ -153,6 +154,7 @@ class Bench:
       items: into how many pieces the GPU backends cut a pass: the device's multiprocessors.
       seed: of all that is random.
       say: told what is being done.
+      peers: the others' sides that are measured, by name.
       checks: what correctness found, in the order in which it was looked at; grows.
     """
 
@@ -166,6 +168,7 @@ class Bench:
     items: int
     seed: int
     say: Say
+    peers: Sequence[str] = PEERS
     checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def loop(self, case: Case, backend: str | None = None) -> tuple[int, int]:
