@@ -128,7 +128,7 @@ drill: $(DEV) ## faults of all kinds thrown at every promise (DRILL_ARGS='--part
 	$(BIN)/python -m scripts.drill.run $(DRILL_ARGS)
 
 test-gpu: $(CUDA) ## on a GPU: every backend against the reference
-	$(BIN)/python -m pytest -q -m gpu
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -q -m gpu -n 8
 
 # A rehearsal takes neither a GPU nor what JAX has for one.
 gpu: $(if $(findstring --rehearse,$(GPU_ARGS)),$(DEV),$(CUDA)) ## on a GPU: answers, texts and speed, bounded in time, resumed, then tables (WHEELS=DIR; GPU_ARGS='--minutes 9'; --rehearse on a CPU)

@@ -1,6 +1,6 @@
 """The reads of one work item, as the kernels in Pallas on Mosaic GPU see them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -61,46 +61,24 @@ class ItemReads:
         self._segment_ref, self._tile, self._arena = segment_ref, tile, arena
 
     def segment(self, number: Array) -> SegmentTiles:
-        """The tiles of a segment, which is counted over the kv heads. A number that no segment has
-        gives nothing that means something."""
-        head = lax.div(number, jnp.maximum(self._count, 1))
-        row = jnp.minimum(number - head * self._count, self._segment_ref.shape[0] - 1)
+        """The tiles of a segment, which is counted over the kv heads."""
+        head = lax.div(number, self._count)
         query, queries, start, lead, tiles, full, tiles_before, turn = (
-            self._segment_ref[row, i] for i in range(8)
+            self._segment_ref[number - head * self._count, i] for i in range(8)
         )
         before = head * self._total + tiles_before
-        return _aligned(
-            SegmentTiles(
-                head,
-                query,
-                queries,
-                start,
-                lead,
-                tiles,
-                full,
-                turn,
-                jnp.maximum(self._first_tile - before, 0),
-                jnp.minimum(self._end_tile - before, tiles),
-            )
+        return SegmentTiles(
+            head,
+            pl.multiple_of(query, ROW_ALIGNMENT),
+            queries,
+            pl.multiple_of(start, ALIGNMENT),
+            lead,
+            tiles,
+            full,
+            turn,
+            jnp.maximum(self._first_tile - before, 0),
+            jnp.minimum(self._end_tile - before, tiles),
         )
-
-    def each(
-        self, body: Callable[[SegmentTiles, Any], Any], init: Any, *, ahead: bool = True
-    ) -> Any:
-        """The item's segments in turn, as a loop: body(segment, carry) -> carry. What the table says
-        of one is read while the one before it is worked on, if `ahead`."""
-        if not ahead:
-            return lax.fori_loop(
-                self.first_segment, self.end_segment, lambda n, to: body(self.segment(n), to), init
-            )
-
-        def step(number: Array, state: tuple[SegmentTiles, Any]) -> tuple[SegmentTiles, Any]:
-            now, carry = state
-            following = self.segment(number + 1)
-            return following, body(_aligned(now), carry)
-
-        first = self.segment(self.first_segment)
-        return lax.fori_loop(self.first_segment, self.end_segment, step, (first, init))[1]
 
     def window(self, now: SegmentTiles, i: Array) -> tuple[Array, Array]:
         """The arena index of the i-th tile read, and the segment's tokens before it."""
@@ -128,10 +106,3 @@ class ItemReads:
         for begin in unseen:
             seen = seen & (token >= lax.broadcast_in_dim(begin, shape, [0]))
         return seen
-
-
-def _aligned(now: SegmentTiles) -> SegmentTiles:
-    """The same, of whose places the compiler knows that they are aligned."""
-    return now._replace(
-        query=pl.multiple_of(now.query, ROW_ALIGNMENT), start=pl.multiple_of(now.start, ALIGNMENT)
-    )

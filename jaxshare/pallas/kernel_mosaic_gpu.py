@@ -7,10 +7,7 @@ copies, as many under way as shared memory holds. The two others compute, 64 que
   * a wide segment, of more than 64 queries, is split between them by queries: both use each tile
     (Hydragen section 3.2);
   * a narrow one, down to a single row's, is split by tiles: they alternate, and their results are
-    merged at its end;
-  * of narrow ones with few tiles, such as rows' own blocks, each takes every other one: what takes
-    long there is not to compute, but to wait for the segment, its limits and its queries, and two
-    wait at once.
+    merged at its end.
 
 Where the cache approximates, tiles of codes are what is fetched, and they are converted before they
 are used (`jaxshare.pallas.codes_mosaic_gpu`).
@@ -35,14 +32,11 @@ from jaxshare.pallas.codes_mosaic_gpu import (
     scaled,
     wait_for_last,
 )
-from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads, SegmentTiles
+from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads
 from jaxshare.pallas.scores import capped
 from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, partial_row
 
-AHEAD = True
-FEW_TILES = 4
-"""Of a narrow segment that one warpgroup computes alone."""
 INTERPRETER_LACKS = {
     "wgmma that adds to an accumulator in registers (run_state)": "a plain product, added",
 }
@@ -110,15 +104,14 @@ def attention_kernel(
     conversion = Conversion(plgpu, fetched_tiles, numbers)
     # The warpgroup that fetches converts, too.
     is_joint = bool(codes) and dim > WIDEST_APART
-    # With codes or 256 columns there are no registers left for it.
-    ahead = AHEAD and not codes and dim < 256
 
     @pl.when(warpgroup == 2)
     def _fetch() -> None:
-        plgpu.set_max_registers(72 if is_joint else 40 if ahead else 24, action="decrease")
+        plgpu.set_max_registers(72 if is_joint else 24, action="decrease")
 
-        def fetch_piece(now: SegmentTiles, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        def fetch_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             pieces, fetched = done
+            now = reads.segment(number)
             slot = lax.rem(pieces, tiles.query_stages)
 
             @pl.when(pieces >= tiles.query_stages)
@@ -153,7 +146,9 @@ def attention_kernel(
                 lax.fori_loop(left, end, conversion.tile, left)
             return pieces + 1, end
 
-        pieces, fetched = reads.each(fetch_piece, (jnp.int32(0), jnp.int32(0)), ahead=ahead)
+        pieces, fetched = lax.fori_loop(
+            reads.first_segment, reads.end_segment, fetch_piece, (jnp.int32(0), jnp.int32(0))
+        )
         wait_for_last(plgpu, pieces, barriers.query_free)
         wait_for_last(plgpu, fetched, *(stream.free for stream in fetched_tiles))
 
@@ -170,8 +165,7 @@ def attention_kernel(
     @pl.when(warpgroup < 2)
     def _compute() -> None:
         # of the 504, or with four warpgroups 512, that there are for all
-        registers = (216 if is_joint else 208) if codes else 232 if ahead else 240
-        plgpu.set_max_registers(registers, action="increase")
+        plgpu.set_max_registers(240 if not codes else 216 if is_joint else 208, action="increase")
 
         def filled(value: float, *shape: int) -> Array:
             return plgpu.layout_cast(
@@ -181,13 +175,11 @@ def attention_kernel(
         def wide(x: Array, columns: int) -> Array:
             return lax.broadcast_in_dim(x, (WARPGROUP, columns), [0])
 
-        def compute_piece(now: SegmentTiles, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        def compute_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
             pieces, used = done
+            now = reads.segment(number)
             query_slot = lax.rem(pieces, tiles.query_stages)
             narrow = now.queries <= WARPGROUP
-            # With 256 columns there are no registers left for it.
-            alone = narrow & (now.end - now.first <= FEW_TILES) & (dim < 256)
-            my_turn = lax.rem(pieces, 2) == warpgroup
             half = jnp.where(narrow, 0, warpgroup)
             # counted from the start of the first tile
             limit, *unseen = (
@@ -256,8 +248,7 @@ def attention_kernel(
                     plgpu.barrier_arrive(barriers.value_free.at[slot])
                     return softmax
 
-                by_tile = lax.rem(i - now.first, 2) == warpgroup
-                mine = ~narrow | jnp.where(alone, my_turn, by_tile)
+                mine = ~narrow | (lax.rem(i - now.first, 2) == warpgroup)
                 return used + 1, *lax.cond(mine, compute, skip, *softmax)
 
             state = (
@@ -281,8 +272,7 @@ def attention_kernel(
             # The previous piece must have left shared memory.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            both = narrow & ~alone
-            gives, takes = both & (warpgroup == 1), both & (warpgroup == 0)
+            gives, takes = narrow & (warpgroup == 1), narrow & (warpgroup == 0)
 
             @pl.when(gives)
             def _give() -> None:
@@ -293,8 +283,7 @@ def attention_kernel(
                     plgpu.barrier_arrive(barriers.given)
                     plgpu.barrier_wait(barriers.taken)
 
-            stores = jnp.where(alone, my_turn, ~gives)
-            here = jnp.where(stores, jnp.clip(now.queries - half * WARPGROUP, 0, WARPGROUP), 0)
+            here = jnp.where(gives, 0, jnp.clip(now.queries - half * WARPGROUP, 0, WARPGROUP))
 
             @pl.when(here > 0)
             def _store() -> None:
@@ -360,5 +349,7 @@ def attention_kernel(
 
             return pieces + 1, used
 
-        reads.each(compute_piece, (jnp.int32(0), jnp.int32(0)), ahead=ahead)
+        lax.fori_loop(
+            reads.first_segment, reads.end_segment, compute_piece, (jnp.int32(0), jnp.int32(0))
+        )
         plgpu.wait_smem_to_gmem(0)

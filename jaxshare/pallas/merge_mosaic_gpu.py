@@ -92,7 +92,7 @@ def merge_pieces(
 def _queries_at_once(rounds: int, per_row: int) -> int:
     """The queries of a warpgroup, of `per_row` of a row and a kv head, so that few rounds are left
     of those that one each would take."""
-    return next(n for n in (8, 4, 2, 1) if n == 1 or (rounds >= n // 2 and per_row % n == 0))
+    return next(n for n in (4, 2, 1) if n == 1 or (rounds >= n // 2 and per_row % n == 0))
 
 
 def _merge_kernel(

@@ -96,9 +96,10 @@ class ItemCuts(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments, setup: int, kv_heads: int, num_items: int) -> "ItemCuts":
-        of_each = jnp.where(segments.tiles > 0, setup, 0)
-        before = segments.tiles_before + setup * sum_before((segments.tiles > 0).astype(jnp.int32))
-        whole = before[-1] + of_each[-1] + segments.tiles[-1]
+        tiles = jnp.asarray(segments.tiles)
+        of_each = jnp.where(tiles > 0, setup, 0)
+        before = jnp.asarray(segments.tiles_before) + sum_before(of_each)
+        whole = before[-1] + of_each[-1] + tiles[-1]
         share, rest = whole * kv_heads // num_items, whole * kv_heads % num_items
         return cls(before, of_each, whole, share, rest, kv_heads, num_items)
 

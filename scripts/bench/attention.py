@@ -4,7 +4,7 @@ against others' attention.
     python -m scripts.bench.attention                             # the full measurement
     python -m scripts.bench.attention --quick                     # within three minutes
     python -m scripts.bench.attention --parts private,workers     # some of its parts
-    python -m scripts.bench.attention --sides mosaic_gpu,'jax.nn cudnn'    # and of its sides
+    python -m scripts.bench.attention --sides mosaic_gpu,jax-cudnn  # some of its sides
     python -m scripts.bench.attention --json --output FILE        # one JSON object
     python -m scripts.bench.attention --cpu                       # the whole program at tiny sizes, without a GPU
 
@@ -37,9 +37,28 @@ from scripts.bench.lib import ROOT, Parser, finish, machine, own_command, table,
 from scripts.bench.parts.attention import measurements as parts
 from scripts.bench.parts.attention import plots
 from scripts.bench.parts.attention.scale import FULL, QUICK, TINY
-from scripts.bench.parts.attention.speed import BACKENDS, PEERS, Bench, Ceilings, Say
+from scripts.bench.parts.attention.speed import (
+    BACKENDS,
+    JAX_CUDNN,
+    JAX_XLA,
+    PALLAS,
+    PEERS,
+    SDPA,
+    TOKAMAX,
+    Bench,
+    Ceilings,
+    Say,
+)
 from scripts.bench.peer import TORCH_PYTHON, Worker, WorkerError
 
+SIDES = dict(zip(BACKENDS, BACKENDS, strict=True)) | {
+    "jax-xla": JAX_XLA,
+    "jax-cudnn": JAX_CUDNN,
+    "jax-pallas": PALLAS,
+    "torch": SDPA,
+    "tokamax": TOKAMAX,
+}
+"""By their names on the command line."""
 WORKER = "scripts.bench.peers.torch_attention"
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
@@ -73,7 +92,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
     parser.add_argument(
         "--sides",
-        default=",".join(BACKENDS + PEERS).replace(", ", " "),
+        default=",".join(SIDES),
         metavar="S,S",
         help="what is measured, where a part has it (default %(default)s)",
     )
@@ -103,8 +122,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the results there")
     given = parser.parse_args(arguments)
     asked = parser.some_of("--parts", given.parts, parts.PARTS)
-    names = {name.replace(", ", " "): name for name in BACKENDS + PEERS}
-    sides = [names[side] for side in parser.some_of("--sides", given.sides, [*names])]
+    sides = [SIDES[side] for side in parser.some_of("--sides", given.sides, [*SIDES])]
     rounds = (
         given.rounds if given.rounds is not None else 1 if given.cpu else 5 if given.quick else 9
     )

@@ -34,7 +34,7 @@ RESULT = "gpu"
 """The name of the result of all parts, without its ending."""
 SLOWER = 8
 """Times a part's limit that it may take where it is rehearsed, on a CPU that does other things too."""
-GRACE = 10
+GRACE = 5
 """Seconds that a part has after its limit to write what it has measured."""
 _ATTENTION = "scripts.bench.attention"
 DONE, FAILED, LATE = "done", "failed", "late"
@@ -49,6 +49,7 @@ class Part:
       module, options: what is run, with `--output FILE` added; without a module, pytest.
       tiny: the options in their place where it is rehearsed.
       seconds: its limit.
+      environment: further variables, on a GPU.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Part:
     options: str
     tiny: str
     seconds: int
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def command(self, output: Path, *, rehearsed: bool, sides: str | None = None) -> list[str]:
         options = (self.tiny if rehearsed else self.options).split()
@@ -71,26 +73,35 @@ def _attention(name: str, parts: str, seconds: int, options: str = "--without-to
 
 
 _WORKERS = "--quick --histories 64 --workers 1,2 --steps 1 --rounds 1"
-_TESTS = "-q -m gpu tests/core/pallas"
+_TESTS = "-q -m gpu -n 8 tests/core/pallas"
+_SHARED = {
+    "JAX_PLATFORMS": "cuda,cpu",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    # Of the references' products: to compile them takes longer than all else.
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+}
+"""The environment of several processes on one GPU that compile much and run it once."""
+_BEST = "--without-torch --sides mosaic_gpu,triton,jax-cudnn"
 FIRST = (
     _attention("correctness", "correctness", 80),
-    Part("texts", "scripts.gpu.texts", "", "--devices cpu,cpu", 65),
+    Part("texts", "scripts.gpu.texts", "", "--devices cpu,cpu", 90),
     Part("sampling", "scripts.bench.sampling", "--quick", "--quick --rows 2 --vocab 500", 40),
-    _attention("contexts", "contexts", 45),
-    _attention("prefill", "prefill", 45),
-    _attention("prefixes", "prefixes", 40),
-    _attention("step", "step", 110),
-    _attention("workers-attention", "workers", 35),
+    _attention("contexts", "contexts", 65, _BEST),
+    _attention("prefill", "prefill", 65, _BEST),
+    _attention("prefixes", "prefixes", 65, _BEST),
+    _attention("step", "step", 90, _BEST),
 )
 """The most important half: all limits and graces together are at most nine minutes."""
 SECOND = (
-    Part("tests", "pytest", _TESTS, f"{_TESTS}/test_gpu.py -k preferred", 600),
+    Part("tests", "pytest", _TESTS, f"{_TESTS}/test_gpu.py -k preferred", 600, _SHARED),
+    Part("kernels", "scripts.gpu.kernel_times", "", "--cpu --cases short,prompts", 120),
+    _attention("workers-attention", "workers", 60),
     _attention("shared", "private,shared,plan", 180),
     Part("workers", "scripts.bench.workers", "--histories 1024,4096,16384", _WORKERS, 300),
     Part("engine", "scripts.bench.engine", "", "--quick --rows 2 --rounds 1", 600),
     _attention("others", "private,contexts,prefill", 300, ""),
 )
-"""The rest; in `others` PyTorch takes part where a Python has it."""
+"""The rest; in `others` all sides take part, PyTorch too where a Python has it."""
 PARTS = (*FIRST, *SECOND)
 
 
@@ -222,7 +233,7 @@ def run_part(part: Part, options: Options, limit: float) -> dict[str, Any]:
     result = options.output / f"{part.name}.json"
     result.unlink(missing_ok=True)
     command = part.command(result, rehearsed=options.rehearsed, sides=options.sides)
-    environment = dict(os.environ)
+    environment = {**os.environ, **({} if options.rehearsed else part.environment)}
     if options.rehearsed:
         environment["JAX_PLATFORMS"] = "cpu"
     start = time.monotonic()

@@ -204,7 +204,7 @@ def test_a_backend_that_is_a_little_wrong_is_found_and_not_timed(run, tmp_path, 
     try:
         found = command(tmp_path, "--parts", "private", "--without-torch")
     finally:
-        speed._attended.clear_cache()
+        speed.attend_often.clear_cache()
     assert found.code == 1
     (check,) = [
         check for check in found.printed["results"]["correctness"] if check["backend"] == "triton"
@@ -478,7 +478,7 @@ def test_the_page_has_what_the_program_prints(capsys):
             f"benchmarks/roofline.md is not what scripts/bench/roofline.py prints:\n{table}"
         )
         assert table in printed
-    assert "nothing is measured" in page and "not measured" in printed
+    assert "Everything on this page is predicted" in page and "not measured" in printed
 
 
 def test_predictions_are_of_the_goals_and_say_that_they_are_predicted(capsys):

@@ -101,7 +101,7 @@ def test_the_benchmark_of_attention_takes_the_options_of_its_parts(tmp_path):
 
 def test_sides_are_of_attention_alone(tmp_path):
     for part in run_all.PARTS:
-        command = part.command(tmp_path / "x.json", rehearsed=False, sides="triton,jax.nn cudnn")
+        command = part.command(tmp_path / "x.json", rehearsed=False, sides="triton,jax-cudnn")
         if part.module == "scripts.bench.attention":
             assert attention.parse(command[3:]).sides == ("triton", "jax.nn, cudnn")
         else:

@@ -31,7 +31,10 @@ from tests.core.pallas import test_codes as codes_interpreted
 
 Heads = cases.Heads
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
 DIMS, GROUPS, WIDTHS, DTYPES = (

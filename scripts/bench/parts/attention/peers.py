@@ -26,7 +26,7 @@ from scripts.bench.parts.attention.speed import (
     Planned,
     Side,
     _loop,
-    _seconds,
+    seconds_of,
 )
 from scripts.bench.peer import WorkerError
 
@@ -52,7 +52,7 @@ def others(
         q, keys, values = _random_rows(form, rows, tokens, heads, bench.seed)
         length = jnp.full(rows, case.after[0], jnp.int32)
         return side(
-            lambda: _seconds(
+            lambda: seconds_of(
                 lambda: _others(form, q, keys, values, length, calls, passes).block_until_ready()
             )
         )
@@ -94,7 +94,7 @@ def others_causal(bench: Bench, case: Case) -> dict[str, Side]:
     def side(form: str) -> Side:
         def turn() -> float:
             run = functools.partial(_causal, form, q, keys, values, calls, passes)
-            return _seconds(lambda: run().block_until_ready()) / (calls * passes)
+            return seconds_of(lambda: run().block_until_ready()) / (calls * passes)
 
         return Side(turn, case.layer_bytes, case.layer_flops)
 
@@ -198,7 +198,7 @@ def plan_sides(bench: Bench, case: Case) -> dict[str, Callable[[], float]]:
 
     def side(gpu: bool) -> Callable[[], float]:
         return lambda: (
-            _seconds(
+            seconds_of(
                 lambda: jax.block_until_ready(
                     _planned_often(inputs, case.heads, bench.items, times, gpu)
                 )

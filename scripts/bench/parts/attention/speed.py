@@ -80,7 +80,7 @@ class Ceilings:
                 made = call()
             made.block_until_ready()
 
-        return min(_seconds(lambda call=call: often(call)) for call in calls) / self.times
+        return min(seconds_of(lambda call=call: often(call)) for call in calls) / self.times
 
     def copy(self) -> float:
         """Seconds in which `copy_bytes` are read and as many written, by the faster of two ways:
@@ -195,7 +195,9 @@ class Bench:
                 "right": None,
             }
             try:
-                found["error"] = cases.error(case, _attended(inputs, backend, 1, 1), sampled, right)
+                found["error"] = cases.error(
+                    case, attend_often(inputs, backend, 1, 1), sampled, right
+                )
                 found["right"] = found["error"] <= found["tolerance"]
                 if found["right"]:
                     good.append(backend)
@@ -313,7 +315,7 @@ def ours(bench: Bench, case: Case, inputs: Inputs, backend: str, scaled: float =
 
     def turn() -> float:
         return (
-            _seconds(lambda: _attended(inputs, backend, calls, passes).block_until_ready())
+            seconds_of(lambda: attend_often(inputs, backend, calls, passes).block_until_ready())
             / (calls * passes)
             * scaled
         )
@@ -322,7 +324,9 @@ def ours(bench: Bench, case: Case, inputs: Inputs, backend: str, scaled: float =
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "calls", "passes"))
-def _attended(inputs: Inputs, implementation: str, calls: int, passes: int) -> Array:
+def attend_often(inputs: Inputs, implementation: str, calls: int, passes: int) -> Array:
+    """Attention of one backend: a loop of so many passes with so many calls each, of which each has
+    the answer of the one before for queries."""
     plan, cache = inputs.plan, inputs.cache
     # Jitted by itself, so that it is traced and lowered once for all calls.
     layer = jax.jit(functools.partial(block_attention, implementation=implementation))
@@ -361,7 +365,8 @@ class Planned:
 jax.tree_util.register_dataclass(Planned, ["plan", "work"], [])
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def seconds_of(call: Callable[[], Any]) -> float:
+    """The time of a call by the clock."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
