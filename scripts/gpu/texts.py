@@ -4,25 +4,31 @@ and bfloat16.
     python -m scripts.gpu.texts --output FILE          # one JSON object
     python -m scripts.gpu.texts --devices cpu,cpu      # the same program without a GPU
 
-In float32 greedy texts must be equal, and log-probabilities within rounding; in bfloat16 a near-tie
-may go either way, so that log-probabilities of the texts that are equal are held against it. Texts
-that are drawn have equal seeds on both, and are counted. Ends with code 1 where something is wrong.
+Texts are those of `generate`, of an engine's requests and of a session of workers on the engine,
+beside each other. In float32 greedy texts must be equal, and log-probabilities within rounding; in
+bfloat16 a near-tie may go either way, so that log-probabilities of the texts that are equal are held
+against it. Texts that are drawn have equal seeds on both, and are counted. Ends with code 1 where
+something is wrong.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from scripts.bench.lib import ROOT, Goal, Parser, finish, machine, own_command, table, versions
 
 DTYPES = ("float32", "bfloat16")
-KINDS = {"greedy": 0.0, "drawn": 0.8}
-"""Temperatures."""
+TEMPERATURES = {"greedy": 0.0, "drawn": 0.8}
+"""Of the texts of `generate`; those of the engine and of workers are greedy."""
+ENGINE, WORKERS = "engine", "workers"
+KINDS = (*TEMPERATURES, ENGINE, WORKERS)
+GREEDY = tuple(kind for kind in KINDS if kind != "drawn")
 PROMPTS = ("Compute 17 + 25 and 6 * 7.", "Compute 3 + 4.", "Compute 12 * 3 and 90 - 13 and 8 + 8.")
+PROBLEM = "1. 47 + 38\n2. 12 * 7\n3. 93 - 16"
 TOKENS, DRAWS = 64, 4
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.05}
 """Of a token's log-probability, in the mean of its text."""
@@ -32,10 +38,14 @@ def side(dtype: str) -> dict[str, Any]:
     """The texts of this process's device: of each kind, tokens and log-probability of each."""
     from jaxshare import Sampler
     from jaxshare.models import load
-    from jaxshare.serving import generate
+    from jaxshare.serving import Workers, generate
+    from jaxshare.serving.engine import Engine
+
+    def as_found(completions: Iterable[Any]) -> list[dict[str, Any]]:
+        return [{"tokens": list(each.tokens), "logprob": each.logprob} for each in completions]
 
     model, found = load("embedded", dtype), {}
-    for kind, temperature in KINDS.items():
+    for kind, temperature in TEMPERATURES.items():
         made = generate(
             model,
             list(PROMPTS),
@@ -44,9 +54,17 @@ def side(dtype: str) -> dict[str, Any]:
             sampler=Sampler(temperature, top_p=0.95 if temperature else 1.0),
             seed=7,
         )
-        found[kind] = [
-            {"tokens": list(each.tokens), "logprob": each.logprob} for each in made.completions
+        found[kind] = as_found(made.completions)
+    how = {"sampler": Sampler(0.0)}
+    with Engine(model, max_rows=8) as engine:
+        streams = [
+            engine.submit(prompt, **how, max_new_tokens=TOKENS, logprobs=True) for prompt in PROMPTS
         ]
+        session = Workers(engine.model, PROBLEM, budget=TOKENS, **how, engine=engine)
+        texts = session.run().texts
+        found[ENGINE] = as_found(stream.wait() for stream in streams)
+    # Of bytes, and what a worker has written has no log-probability.
+    found[WORKERS] = [{"tokens": [*text.encode()], "logprob": 0.0} for text in texts.values()]
     return found
 
 
@@ -94,9 +112,10 @@ def compared(one: Sequence[Any], other: Sequence[Any]) -> dict[str, Any]:
 
 def goals(results: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
     """All greedy texts in float32 are equal, and log-probabilities of equal ones within rounding."""
-    greedy = results["float32"]["greedy"]
+    greedy = [results["float32"][kind] for kind in GREEDY]
     what = "texts: greedy ones in float32 that are equal, of all"
-    found = [Goal(what, greedy["equal"] / greedy["texts"], 1.0)]
+    equal = sum(each["equal"] for each in greedy) / sum(each["texts"] for each in greedy)
+    found = [Goal(what, equal, 1.0)]
     for dtype, kinds in results.items():
         for kind, result in kinds.items():
             name = f"texts: log-probability of a token, {kind}, {dtype}: difference"

@@ -24,10 +24,11 @@ from jaxshare import Sampler, Samplers
 from jaxshare.attention.api import preferred
 from jaxshare.decoding import sampling, truncation
 from jaxshare.pallas.device import current_device
-from jaxshare.quantised import QuantisedTensor
+from jaxshare.quantised import QuantisedTensor, quantised
 from scripts.bench.parts.attention import cases
 from tests.core.pallas import interpreted, products
 from tests.core.pallas import test_codes as codes_interpreted
+from tests.core.pallas import test_expert_products as experts
 
 Heads = cases.Heads
 
@@ -221,3 +222,20 @@ def test_products_with_fp8_matrices(backend, group, gpu):
     numbers = codes.astype(np.float64).reshape(*scales.shape, -1) * scales[..., None]
     tensor = QuantisedTensor(codes, scales, format="fp8")
     products.compare(x, tensor, numbers.reshape(256, 1024), device=gpu, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("format", "group"),
+    [(None, None), ("fp8", 64), ("mxfp4", 32), ("int4", 64), ("int8", None)],
+)
+def test_products_with_the_matrices_of_experts(format, group, gpu):
+    if not able("triton", gpu) or (format == "fp8" and gpu.capability < 89):
+        pytest.skip(f"{gpu.kind} does not run them")
+    x, expert, matrices = experts.random(secrets.randbelow(2**31), 70, 192, 5, 40, 3)
+    if format is None:
+        kernel = numbers = jnp.asarray(matrices, jnp.bfloat16)
+    else:
+        tensor = quantised(matrices, format, group)
+        numbers = jnp.asarray(tensor.dequantised(np.float32), jnp.bfloat16)
+        kernel = jax.tree.map(jnp.asarray, tensor)
+    assert experts.compare(x, expert, kernel, numbers, tolerance=1e-4, device=gpu)
