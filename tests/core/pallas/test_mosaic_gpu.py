@@ -84,6 +84,18 @@ def test_sinks():
     check(shape, case([[0, 2], [], [1, 3]], [1, 0, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
 
 
+def test_a_warpgroup_merges_several_queries(monkeypatch):
+    """As where there are more queries than warpgroups."""
+    chosen, choose = [], merge_mosaic_gpu._queries_at_once
+    monkeypatch.setattr(merge_mosaic_gpu, "_WARPGROUPS", 1)
+    monkeypatch.setattr(
+        merge_mosaic_gpu, "_queries_at_once", lambda *a: chosen.append(choose(*a)) or chosen[-1]
+    )
+    shape = dataclasses.replace(DECODE, width=2, scoring=Scoring(sinks=(1.0, -2.0, 4.0, -np.inf)))
+    check(shape, case([[0, 2], [], [1, 0, 3]], [2, 0, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
+    assert chosen == [4]
+
+
 @pytest.mark.slow
 def test_softcaps():
     """The scores reach half of the cap; sinks are not capped."""
