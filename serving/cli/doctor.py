@@ -1,6 +1,7 @@
 """The command `jaxshare doctor`."""
 
 import argparse
+import dataclasses
 import json
 import sys
 import textwrap
@@ -8,9 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxshare.models import EMBEDDED, ModelConfig, load
 from jaxshare.models.sources import described
 from jaxshare.serving.cli import arguments
-from jaxshare.serving.tuning.diagnosis import EXTRAS, Diagnosis, diagnose
+from jaxshare.serving.tuning.diagnosis import EXTRAS, LLAMA_8B, Diagnosis, diagnose
 
 _WIDTH = 100
 _INDENT = 18
@@ -29,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the cache (default: the model's own, or bfloat16)"
     )
+    parser.add_argument(
+        "--compute",
+        action="store_true",
+        help="also compute on this device, and compare: attention of each backend with the "
+        "reference, and a text and a session of workers of the model (default: the embedded one) "
+        "with one pass over each; about half a minute",
+    )
     arguments.add_json(parser)
 
 
@@ -36,17 +45,31 @@ def run(options: argparse.Namespace) -> int:
     """Prints what there is and what to mend; returns 1 if there is something to mend.
 
     Raises:
-      ValueError: a config.json that is not understood.
+      ValueError: a config.json that is not understood, or with --compute weights that do not fit it.
       FileNotFoundError: no such model.
     """
     model = described(options.model) if options.model else None
     own = model.dtype_name if model and model.dtype_name in DTYPES else DTYPES[0]
-    found = diagnose(model.config if model else None, jnp.dtype(options.dtype or own))
+    dtype = jnp.dtype(options.dtype or own)
+    found = diagnose(model.config if model else None, dtype)
+    if options.compute:
+        found = _computed(found, options.model, model.config if model else LLAMA_8B, dtype)
     if options.json:
         print(json.dumps(found.to_json()))
     else:
         _show(found)
     return 1 if found.problems else 0
+
+
+def _computed(
+    found: Diagnosis, model: str | None, config: ModelConfig, dtype: jnp.dtype
+) -> Diagnosis:
+    """The diagnosis with what this device computes."""
+    from jaxshare.serving.cli.trial import problem_of, trials
+
+    tried = trials(load(model or EMBEDDED), config, dtype)
+    wrong = [problem_of(trial) for trial in tried if not trial.is_right]
+    return dataclasses.replace(found, trials=tried, problems=[*found.problems, *wrong])
 
 
 def _show(found: Diagnosis) -> None:
@@ -62,6 +85,10 @@ def _show(found: Diagnosis) -> None:
     for check in found.backends:
         if check.reason is not None:
             _say("", f"not {check.name}: {check.reason}")
+    for trial in found.trials:
+        outcome = "right" if trial.is_right else "WRONG" if trial.failure is None else "failed"
+        off = "" if trial.error is None else f" (off by {trial.error:.2g} of {trial.allowed:.2g})"
+        _say("computed" if trial is found.trials[0] else "", f"{outcome}: {trial.name}{off}")
     for purpose, folder in found.folders.items():
         held = f"{folder['path']} holds {_size(folder['bytes'])}" if folder["path"] else "off"
         _say(purpose, held)

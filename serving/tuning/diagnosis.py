@@ -43,8 +43,24 @@ EXTRAS = {
     "train": "training the small models of scripts/train",
 }
 """The extras of a user, and the purpose of each."""
-_BACKENDS = tuple(name for name in BACKENDS if name != "reference")
+SERVING = tuple(name for name in BACKENDS if name != "reference")
 """The backends that a pass may run on; the reference is for tests."""
+LLAMA_8B = ModelConfig.from_json(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    }
+)
+"""The shape of Llama 3.1 8B."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 _VARIABLES = ("JAX", "XLA_", "CUDA_VISIBLE", "HF_", "LD_LIBRARY_PATH")
 """Beginnings of the names of environment variables that change what runs."""
@@ -87,6 +103,27 @@ class BackendCheck:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trial:
+    """The outcome of comparing what a device computes with another way to compute the same.
+
+    Attributes:
+      name: of what was computed.
+      error: how far it is from the other way; None where it failed.
+      allowed: what may be rounding.
+      failure: the error that was raised, else None.
+    """
+
+    name: str
+    error: float | None
+    allowed: float
+    failure: str | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.error is not None and self.error <= self.allowed
+
+
+@dataclasses.dataclass(frozen=True)
 class Diagnosis:
     """The state of an installation.
 
@@ -103,6 +140,7 @@ class Diagnosis:
       folders: files and folders of caches by purpose: path, bytes, and why it cannot be written.
       variables: environment variables that change what runs; secrets are not shown.
       problems: sentences, each with what would do.
+      trials: of what the device computes; none unless they were asked for.
     """
 
     versions: dict[str, str]
@@ -117,6 +155,7 @@ class Diagnosis:
     folders: dict[str, dict[str, Any]]
     variables: dict[str, str]
     problems: list[str]
+    trials: Sequence[Trial] = ()
 
     @property
     def backend(self) -> str | None:
@@ -139,7 +178,7 @@ def diagnose(
       dtype: of its cache.
     """
     packages, extras = _packages()
-    config = config or ModelConfig.from_json(_LLAMA_8B)
+    config = config or LLAMA_8B
     found = Diagnosis(
         versions={
             "jaxshare": __version__,
@@ -152,28 +191,13 @@ def diagnose(
         processor=_processor(),
         free_host_bytes=host_free_bytes(),
         preferred=preferred(),
-        backends=[_check(name, config, dtype) for name in _BACKENDS],
+        backends=[check_backend(name, config, dtype) for name in SERVING],
         shape=_words(config, dtype),
         folders=_folders(),
         variables=_variables(os.environ),
         problems=[],
     )
     return dataclasses.replace(found, problems=_problems(found))
-
-
-_LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
 
 
 def _packages() -> tuple[list[Package], dict[str, list[Package]]]:
@@ -266,7 +290,7 @@ def _words(config: ModelConfig, dtype: jax.typing.DTypeLike) -> str:
     return ", ".join(words)
 
 
-def _check(name: str, config: ModelConfig, dtype: jax.typing.DTypeLike) -> BackendCheck:
+def check_backend(name: str, config: ModelConfig, dtype: jax.typing.DTypeLike) -> BackendCheck:
     """Traces the attention of two rows that share a block, as a decode step has it, in the layer
     that asks most of a backend."""
 
