@@ -92,8 +92,8 @@ def test_the_engine_and_the_loop_that_are_timed_do_the_work(tiny):
         done = side.arriving(asked, [0.0] * 3)
         assert [len(each.tokens) for each in done] == [call.budget for call in asked]
         assert min(each.reused_tokens for each in done) == reused
-        seconds, rate = side.at_once(calls.make(24, (2, 3)))
-        assert seconds > 0 and rate > 0
+        seconds, seen = side.at_once(calls.make(24, (2, 3)))
+        assert seconds > 0 and sides.steady_rate(seen) > 0
         side.engine.shutdown()
     raw = bench.Raw(tiny, calls.make(4, (1, 1)), 24, 2, sampler, 8)
     assert raw.turn(2) > 0 and int(raw.state.passes) == 16

@@ -266,7 +266,7 @@ def test_what_was_chosen_is_said(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_command_measures_keeps_and_prints(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path))
-    monkeypatch.setattr(calibration.calibrate, "__defaults__", ((2,), (64, 256), iter))
+    monkeypatch.setattr(calibration.calibrate, "__defaults__", ((2,), (64, 256)))
     assert main.main(["calibrate", "embedded", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert {(p["rows"], p["prefix"], p["shared"]) for p in result["points"]} == {

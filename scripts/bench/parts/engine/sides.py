@@ -107,7 +107,7 @@ class Served:
         )
         if not reuse:
             tree = self.engine._scheduler.kv.tree
-            tree.match = lambda tokens, most: Match(tree.root, 0, 0, 0)
+            tree.match = lambda tokens, most, adapter=b"": Match(tree.root, 0, 0, 0)
         for system in calls.systems:
             self.engine.submit(system, max_new_tokens=1).wait()
 
