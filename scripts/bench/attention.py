@@ -37,27 +37,10 @@ from scripts.bench.lib import ROOT, Parser, finish, machine, own_command, table,
 from scripts.bench.parts.attention import measurements as parts
 from scripts.bench.parts.attention import plots
 from scripts.bench.parts.attention.scale import FULL, QUICK, TINY
-from scripts.bench.parts.attention.speed import (
-    BACKENDS,
-    JAX_CUDNN,
-    JAX_XLA,
-    PALLAS,
-    PEERS,
-    SDPA,
-    TOKAMAX,
-    Bench,
-    Ceilings,
-    Say,
-)
+from scripts.bench.parts.attention.speed import BACKENDS, PEERS, Bench, Ceilings, Say
 from scripts.bench.peer import TORCH_PYTHON, Worker, WorkerError
 
-SIDES = dict(zip(BACKENDS, BACKENDS, strict=True)) | {
-    "jax-xla": JAX_XLA,
-    "jax-cudnn": JAX_CUDNN,
-    "jax-pallas": PALLAS,
-    "torch": SDPA,
-    "tokamax": TOKAMAX,
-}
+SIDES = {name: name for name in BACKENDS} | PEERS
 """By their names on the command line."""
 WORKER = "scripts.bench.peers.torch_attention"
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -167,12 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
     if current_device() is None and not options.cpu:
-        print(
-            "scripts.bench.attention: there is no NVIDIA GPU that JAX can use, only "
-            f"{jax.devices()[0].device_kind}: run this on a machine that has one, or try the "
-            "program at tiny sizes with --cpu",
-            file=sys.stderr,
-        )
+        print(without_gpu("scripts.bench.attention"), file=sys.stderr)
         return 2
     asked = own_command(__file__, arguments)
     where, found = (
@@ -214,6 +192,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if interrupted or any(check["right"] is False for check in bench.checks) else 0
 
 
+def without_gpu(program: str) -> str:
+    """The words of a program that takes a GPU, or --cpu, where there is none."""
+    return (
+        f"{program}: there is no NVIDIA GPU that JAX can use, only {jax.devices()[0].device_kind}: "
+        "run this on a machine that has one, or try the program at tiny sizes with --cpu"
+    )
+
+
 def settings_of(options: Options, bench: Bench, torch_skipped: str | None) -> dict[str, Any]:
     """The settings of a report; `torch_skipped` says why PyTorch's side was not measured."""
     return {
@@ -239,7 +225,7 @@ def prepared(options: Options, worker: Worker | None, say: Say) -> Bench:
     gpu = current_device()
     shared: dict[str, Any] = {
         "backends": [name for name in BACKENDS if name in options.sides],
-        "peers": [name for name in PEERS if name in options.sides],
+        "peers": [name for name in PEERS.values() if name in options.sides],
         "worker": worker,
         "rounds": options.rounds,
         "seed": options.seed,

@@ -22,7 +22,7 @@ import jax
 
 from jaxshare.attention.api import preferred
 from jaxshare.pallas.device import current_device
-from scripts.bench.attention import device
+from scripts.bench.attention import device, without_gpu
 from scripts.bench.lib import Parser, finish, machine, own_command, table, versions
 from scripts.bench.parts.attention import cases
 from scripts.bench.parts.attention.cases import Case, Heads, Inputs
@@ -142,11 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.cpu:
         jax.config.update("jax_platforms", "cpu")
     elif current_device() is None:
-        print(
-            "scripts.gpu.kernel_times: there is no NVIDIA GPU that JAX can use: run this on a "
-            "machine that has one, or try the program at tiny sizes with --cpu",
-            file=sys.stderr,
-        )
+        print(without_gpu("scripts.gpu.kernel_times"), file=sys.stderr)
         return 2
     backend = given.backend or ("xla" if given.cpu else preferred()[0])
     found = []

@@ -128,7 +128,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
         "--parts", default=",".join(names), metavar="P,P", help="what to run (default %(default)s)"
     )
     parser.add_argument(
-        "--sides", metavar="S,S", help=f"of attention, as {_ATTENTION} takes them; default all"
+        "--sides",
+        metavar="S,S",
+        help=f"of attention, as {_ATTENTION} takes them, in place of each part's own",
     )
     parser.add_argument(
         "--minutes", type=float, help="of all together; the rest is left for another run"

@@ -45,7 +45,8 @@ def run(options: argparse.Namespace) -> int:
     """Prints what there is and what to mend; returns 1 if there is something to mend.
 
     Raises:
-      ValueError: a config.json that is not understood, or with --compute weights that do not fit it.
+      ValueError: a config.json that is not understood, or with --compute weights that do not fit it, or no
+        tokenizer.
       FileNotFoundError: no such model.
     """
     model = described(options.model) if options.model else None

@@ -1,9 +1,9 @@
 """Trials of a device: its results, beside those of another way to compute the same.
 
-`jaxshare doctor --compute` prints them. They show where a device, its driver, its compiler or an untried
-version of JAX gives wrong results: attention of every backend beside the reference, a
-text of `generate` beside its score in one pass, and a session of workers beside its trace, encoded
-again in one pass.
+`jaxshare doctor --compute` prints them. They show where a device, its driver, its compiler or an
+untried version of JAX gives wrong results: attention of every backend beside the reference, a text
+of `generate` beside its score in one pass, and a session of workers beside its trace, encoded again
+in one pass.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from jaxshare.serving.branches.generate import generate
 from jaxshare.serving.scoring.scores import score
 from jaxshare.serving.tuning import diagnosis
 from jaxshare.serving.tuning.diagnosis import Trial
+from jaxshare.serving.tuning.kernels import in_a_sentence
 from jaxshare.serving.workers.session import Workers
 
 PROBLEM = "1. 47 + 38\n2. 12 * 7"
@@ -42,7 +43,15 @@ def trials(
       model: with a tokenizer.
       config: of the model whose attention is tried; default the model's own.
       dtype: of its cache; default the model's own.
+
+    Raises:
+      ValueError: a model without a tokenizer.
     """
+    if model.tokenizer is None:
+        raise ValueError(
+            "the model folder has no tokenizer, and what is tried are texts; add the tokenizer's "
+            "files, or leave --model out"
+        )
     config, dtype = config or model.config, jnp.dtype(model.dtype if dtype is None else dtype)
     depth = max(1.0, math.sqrt(model.config.num_layers) / 2)  # errors of layers add up
     per_token = 0.01 if model.dtype == jnp.float32 else 0.05
@@ -73,8 +82,7 @@ def _tried(name: str, allowed: float, compute: Callable[[], float]) -> Trial:
     try:
         error = compute()
     except Exception as failure:
-        said = str(failure).strip().splitlines() or [""]
-        return Trial(name, None, allowed, f"{type(failure).__name__}: {said[0][:200]}")
+        return Trial(name, None, allowed, in_a_sentence(failure))
     return Trial(name, error if math.isfinite(error) else math.inf, allowed)
 
 

@@ -376,7 +376,7 @@ def _measure(
             ready[candidate] = prepare(job, backend, candidate)
         # A compiler's errors have many types, and the other candidates may compile.
         except Exception as error:
-            reasons[candidate] = _sentence(error)
+            reasons[candidate] = in_a_sentence(error)
         advance()
     times: dict[KernelConfig, list[float]] = {candidate: [] for candidate in ready}
     for _ in range(job.effort.rounds):
@@ -395,7 +395,7 @@ def _measure(
     ]
 
 
-def _sentence(error: Exception) -> str:
+def in_a_sentence(error: Exception) -> str:
     """Returns the first line of an error's message, with its type where that is informative."""
     first = next(iter(str(error).strip().splitlines()), "")[:300]
     return (

@@ -497,6 +497,8 @@ def test_predictions_are_of_the_goals_and_say_that_they_are_predicted(capsys):
 def test_work_is_cut_into_equal_items():
     assert chip.cut([5, 1, 3], 3) == [[(0, 3)], [(0, 2), (1, 1)], [(2, 3)]]
     assert chip.cut([1, 0, 1], 3) == [[(0, 1)], [(2, 1)], []]
+    assert chip.cut([5, 1, 3], 3, 1) == [[(0, 3)], [(0, 2), (1, 1)], [(2, 3)]]
+    assert chip.cut([6, 1, 1, 1], 2, 1) == [[(0, 6)], [(1, 1), (2, 1), (3, 1)]]
 
 
 def test_private_rows_wait_for_memory():
@@ -522,6 +524,7 @@ def test_the_roofline_cuts_as_the_work_plan_does():
         tile=64,
         num_items=7,
         alignment=8,
+        setup=1,
     )
     segments = chip.segments(case, 64)
     count = int(work.count)
@@ -532,7 +535,7 @@ def test_the_roofline_cuts_as_the_work_plan_does():
             strict=True,
         )
     )
-    items = chip.cut([s.tiles for s in segments * 2], 7)
+    items = chip.cut([s.tiles for s in segments * 2], 7, 1)
     first, last, begin, behind = np.asarray(work.items).T
     assert [sum(tiles for _, tiles in pieces) for pieces in items] == (last - first).tolist()
     assert [(pieces[0][0], pieces[-1][0] + 1) for pieces in items] == list(

@@ -1,5 +1,6 @@
 """Trials of a device: what is right is found to be, and what is wrong is named, with what would do."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -65,3 +66,8 @@ def test_the_command_says_what_is_wrong(monkeypatch, capsys):
     told = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in told["trials"]] == [each.name for each in found]
     assert len(told["problems"]) == 1
+
+
+def test_a_model_without_a_tokenizer_is_no_fault_of_the_device():
+    with pytest.raises(ValueError, match="the model folder has no tokenizer"):
+        trials(dataclasses.replace(load(EMBEDDED), tokenizer=None))

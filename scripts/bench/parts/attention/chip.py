@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from jaxshare.pallas.block_attention_mosaic_gpu import SETUP_TILES
 from jaxshare.pallas.tiles import built_in_mosaic
 from scripts.bench.parts.attention.cases import Case
 
@@ -149,20 +150,23 @@ def segments(case: Case, tile: int) -> list[Segment]:
     return found
 
 
-def cut(tiles: Sequence[int], items: int) -> list[list[tuple[int, int]]]:
-    """Runs of tiles, laid end to end and cut into items of equal length: for each item its pieces,
-    as (run, tiles of it)."""
-    share, rest = divmod(sum(tiles), items)
-    found, run, left = [], 0, tiles[0]
+def cut(tiles: Sequence[int], items: int, setup: int = 0) -> list[list[tuple[int, int]]]:
+    """Runs of tiles, laid end to end and cut into items of equal cost, of which each run has `setup`
+    tiles more than it has, first: for each item its pieces, as (run, tiles of it)."""
+    costs = [t + setup if t else 0 for t in tiles]
+    share, rest = divmod(sum(costs), items)
+    found, run, left = [], 0, costs[0]
     for item in range(items):
         room, pieces = share + (item < rest), []
         while room:
             if not left:
                 run += 1
-                left = tiles[run]
+                left = costs[run]
                 continue
             taken = min(room, left)
-            pieces.append((run, taken))
+            # A part of the setup alone is no piece.
+            if here := min(left, tiles[run]) - min(left - taken, tiles[run]):
+                pieces.append((run, here))
             room, left = room - taken, left - taken
         found.append(pieces)
     return found
@@ -202,7 +206,7 @@ def attention(case: Case, chip: Chip, assumed: Assumed) -> Attention:
     tile = built_in_mosaic(dim, rows * case.width * heads.group).tile
     of_head = segments(case, tile)
     every = of_head * heads.num_kv_heads
-    items = cut([s.tiles for s in every], chip.multiprocessors)
+    items = cut([s.tiles for s in every], chip.multiprocessors, SETUP_TILES)
 
     tile_bytes, result = 2 * tile * dim * 2, 4 * (dim + 1)
     piece_bytes, slowest, pieces_of = 0, 0.0, collections.Counter()

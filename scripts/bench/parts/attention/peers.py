@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxshare.pallas.block_attention_mosaic_gpu import SETUP_TILES
 from jaxshare.pallas.work_items import make_work
 from scripts.bench.parts.attention import cases
 from scripts.bench.parts.attention.cases import Case, Heads, Inputs
@@ -182,6 +183,7 @@ def planned(inputs: Inputs, heads: Heads, items: int) -> Planned:
         tile=64,
         num_items=items,
         alignment=8,
+        setup=SETUP_TILES,
     )
     return Planned(dataclasses.replace(plan, shared=None, grouped=(), private=None), work)  # pyright: ignore[reportArgumentType]
 

@@ -38,7 +38,14 @@ JAX_XLA, JAX_CUDNN, PALLAS, SDPA, TOKAMAX = (
     "PyTorch SDPA",
     "tokamax",
 )
-PEERS = JAX_XLA, JAX_CUDNN, PALLAS, SDPA, TOKAMAX
+PEERS = {
+    "jax-xla": JAX_XLA,
+    "jax-cudnn": JAX_CUDNN,
+    "jax-pallas": PALLAS,
+    "torch": SDPA,
+    "tokamax": TOKAMAX,
+}
+"""The others' sides, by their names on the command line."""
 UNSHARED, UNROTATED = "unshared", "one row, not rotated"
 
 L2_BYTES = 64 << 20
@@ -154,7 +161,7 @@ class Bench:
       items: into how many pieces the GPU backends cut a pass: the device's multiprocessors.
       seed: of all that is random.
       say: told what is being done.
-      peers: the others' sides that are measured, by name.
+      peers: the others' sides that are measured.
       checks: what correctness found, in the order in which it was looked at; grows.
     """
 
@@ -168,7 +175,7 @@ class Bench:
     items: int
     seed: int
     say: Say
-    peers: Sequence[str] = PEERS
+    peers: Sequence[str] = tuple(PEERS.values())
     checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def loop(self, case: Case, backend: str | None = None) -> tuple[int, int]:
