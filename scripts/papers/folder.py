@@ -94,6 +94,17 @@ def load(options: argparse.Namespace) -> LoadedModel:
     return models.load(options.model, dtype=options.dtype, mesh=process_mesh.mesh_of(options))
 
 
+def model_name(options: argparse.Namespace) -> str:
+    """The name of the model of `add_arguments` as reports have it: of a folder its last part."""
+    path = Path(options.model)
+    return path.name if path.is_dir() else options.model
+
+
+def plural(count: int, what: str) -> str:
+    """A number of things, such as "1 round" or "5 rounds"."""
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def exit_code(program: str, work: Callable[[], int]) -> int:
     """The exit code of `work`; 2, after one sentence on stderr, for what it refuses, and 130 where
     it was interrupted."""
