@@ -308,7 +308,7 @@ def _continued(
     saved, what = _saved(path, experiment), f"the experiment in {path}"
     jsonl.check_settings(f"{what} began", saved["settings"], settings, OTHER)
     provenance.check_code(what, saved["about"], OTHER)
-    if model is not None:
+    if model is not None and model.params:  # without them the settings say what counts
         check_identity(what, saved["model"], model, OTHER)
     return PaperFolder(path, experiment, saved["settings"], saved["model"], saved["about"])
 

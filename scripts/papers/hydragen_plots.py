@@ -3,7 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scripts.bench.parts.sharing.attention import NO_ATTENTION, SHARED, THEIRS, UNSHARED
+from scripts.bench.parts.sharing.attention import (
+    NO_ATTENTION,
+    SDPA,
+    SHARED,
+    THEIRS,
+    UNSHARED,
+)
 from scripts.bench.parts.sharing.plots import COLORS, legend, make_figure, powers
 
 _SIDES = {
@@ -63,3 +69,39 @@ def _rates(points: Sequence[Mapping[str, Any]], over: str, each: str) -> Any:
     panels[0].set_ylabel("tokens a second")
     legend(figure, panels)
     return figure
+
+
+def attention(results: Mapping[str, Any]) -> Pictures:
+    """Speedups of shared attention over the batch (figure 4)."""
+    return {"attention.png": lambda: _speedups(results["points"])}
+
+
+def _speedups(points: Sequence[Mapping[str, Any]]) -> Any:
+    """How many times slower than shared the others are, a panel for each length of suffix, a line
+    for each of prefix; those of PyTorch are dotted."""
+    suffixes, rows = (sorted({p[name] for p in points}) for name in ("suffix", "rows"))
+    prefixes = sorted({p["prefix"] for p in points})
+    figure, panels = make_figure(len(suffixes))
+    for axes, suffix in zip(panels, suffixes, strict=True):
+        for number, prefix in enumerate(prefixes):
+            color = _PREFIXES[number % len(_PREFIXES)]
+            for side, line in ((UNSHARED, "-"), (SDPA, ":")):
+                found = [
+                    (p["rows"], p["slower_than_shared"][side]["median"])
+                    for p in sorted(points, key=lambda p: p["rows"])
+                    if (p["suffix"], p["prefix"]) == (suffix, prefix)
+                    and side in p["slower_than_shared"]
+                ]
+                if found:
+                    name = f"{'copies' if side == UNSHARED else side}, prefix {prefix}"
+                    axes.plot(*zip(*found, strict=True), line, marker="o", color=color, label=name)
+        axes.axhline(1, color="#888888", linewidth=1)
+        axes.set(title=f"suffix of {suffix}", xscale="log", yscale="log", xlabel="rows")
+        powers(axes.xaxis, rows)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("times as long as shared")
+    legend(figure, panels)
+    return figure
+
+
+_PREFIXES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
