@@ -105,3 +105,34 @@ def _speedups(points: Sequence[Mapping[str, Any]]) -> Any:
 
 
 _PREFIXES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def needles(results: Mapping[str, Any]) -> Pictures:
+    """Seconds over the number of questions (figure 5)."""
+    return {"needles.png": lambda: _seconds(results["points"])}
+
+
+def _seconds(points: Sequence[Mapping[str, Any]]) -> Any:
+    """Seconds of all questions, a panel for each document; a cross is what did not fit."""
+    documents, counts = (sorted({p[name] for p in points}) for name in ("document", "questions"))
+    figure, panels = make_figure(len(documents))
+    least = min(t for p in points for t in p["seconds"].values())
+    for axes, document in zip(panels, documents, strict=True):
+        here = sorted(
+            (p for p in points if p["document"] == document), key=lambda p: p["questions"]
+        )
+        for side in (UNSHARED, SHARED, NO_ATTENTION):
+            color, line = _SIDES[side], "--" if side == NO_ATTENTION else "-"
+            found = [(p["questions"], p["seconds"][side]) for p in here if side in p["seconds"]]
+            if found:
+                axes.plot(*zip(*found, strict=True), line, marker="o", color=color, label=side)
+            if lacking := [p["questions"] for p in here if side in p["left_out"]]:
+                low = [least * 0.7] * len(lacking)
+                axes.plot(lacking, low, "x", color=color, label=f"{side}, did not fit")
+        axes.set(title=f"{here[0]['document_tokens']} tokens", xscale="log", yscale="log")
+        axes.set(xlabel="questions")
+        powers(axes.xaxis, counts)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("seconds")
+    legend(figure, panels)
+    return figure

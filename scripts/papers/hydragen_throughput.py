@@ -12,6 +12,7 @@ transformers take turns; every other side runs alone, because engines take a GPU
 import argparse
 import concurrent.futures
 import contextlib
+import functools
 import importlib.util
 import multiprocessing
 import os
@@ -22,16 +23,16 @@ from typing import Any
 import jax
 
 from jaxshare.models import LoadedModel
-from jaxshare.serving.branches.row_budget import free_bytes
 from jaxshare.serving.inputs import cache_dtype, token_bytes
 from scripts.bench.lib import Parser, alternate, progress, table
 from scripts.bench.parts.sharing.attention import NO_ATTENTION, SHARED, THEIRS, UNSHARED, Say
-from scripts.bench.parts.sharing.decode import AttentionFreeModel, Decoding, compile_all
+from scripts.bench.parts.sharing.decode import AttentionFreeModel, Decoding
 from scripts.bench.peer import WorkerError
 from scripts.papers import folder as folders
 from scripts.papers import hydragen_peers as peers
 from scripts.papers import hydragen_plots as plots
 from scripts.papers.folder import PaperFolder, plural
+from scripts.papers.hydragen_memory import SideRoom
 
 EXPERIMENT = "hydragen throughput"
 SIDES = {"shared": SHARED, "copies": UNSHARED, "no-attention": NO_ATTENTION} | {
@@ -40,7 +41,6 @@ SIDES = {"shared": SHARED, "copies": UNSHARED, "no-attention": NO_ATTENTION} | {
 """By their names on the command line."""
 OURS = (SHARED, UNSHARED, NO_ATTENTION)
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -161,7 +161,7 @@ def measure_ours(options: argparse.Namespace, command: str) -> None:
         theirs = None
         if THEIRS in options.sides and settings["device"] == "cpu":
             theirs = _opened(THEIRS, options, kept, stack)
-        sweep = _Sweep(model.for_context(longest), options, kept, theirs)
+        sweep = _Sweep(model.for_context(longest), options, theirs)
         points = [(b, p) for b in options.batches for p in options.prefixes]
         left = [point for point in points if _key(*point) not in kept]
         with progress(2 * len(left)) as say:
@@ -179,7 +179,6 @@ class _Sweep:
     Args:
       model: for the longest row.
       options: see `add_arguments`.
-      kept: settings of the sweep.
       theirs: transformers, or None.
     """
 
@@ -187,13 +186,9 @@ class _Sweep:
         self,
         model: LoadedModel,
         options: argparse.Namespace,
-        kept: PaperFolder,
         theirs: peers.Transformers | peers.OtherEngine | None,
     ):
         self._model, self._o, self._theirs = model, options, theirs
-        self._sides = [side for side in OURS if side in options.sides]
-        given = options.max_kv_gib
-        self._most = free_bytes(model) if given is None else int(given * 2**30)
 
     def point(self, batch: int, prefix: int, say: Say) -> dict[str, Any]:
         """Seconds of a pass in every round by side, and why others were left out."""
@@ -205,65 +200,56 @@ class _Sweep:
         say(f"{what}, compile")
         taken = {
             SHARED: size * (prefix + batch * new),
-            UNSHARED: size * batch * (prefix + new),
             NO_ATTENTION: size * batch * new,
+            UNSHARED: size * batch * (prefix + new),
         }
-        runs: dict[str, Decoding] = {}
-        left_out: dict[str, str] = {}
-        for side in self._sides:
-            if taken[side] > self._most:
-                left_out[side] = _too_large(taken[side], self._most)
-                continue
-            if (run := self._prepared(side, batch, prefix, left_out)) is not None:
+        room, runs = SideRoom(self._model, self._o.max_kv_gib), {}
+        for side in (side for side in taken if side in self._o.sides):
+            make = functools.partial(self._warm, side, batch, prefix)
+            if (run := room.prepare(side, taken[side], make)) is not None:
                 runs[side] = run
         sides: dict[str, Callable[[], float]] = {name: run.turn for name, run in runs.items()}
         if self._theirs is not None:
-            if taken[UNSHARED] > self._most:
-                left_out[THEIRS] = _too_large(taken[UNSHARED], self._most)
-            else:
-                try:
-                    self._theirs.prepare(batch, prefix)
-                    self._theirs.turn()
-                    sides[THEIRS] = self._theirs.turn
-                except WorkerError as error:
-                    left_out[THEIRS] = str(error)
+            make = functools.partial(_warm_peer, self._theirs, batch, prefix)
+            try:
+                if turn := room.prepare(THEIRS, taken[UNSHARED], make):
+                    sides[THEIRS] = turn
+            except WorkerError as error:
+                room.left_out[THEIRS] = str(error)
         say(f"{what}, measure")
         times = alternate(sides, self._o.rounds) if sides else {}
         for run in runs.values():
             run.check(self._o.rounds + 1)
         if isinstance(self._theirs, peers.Transformers):
             self._theirs.release()
-        return {"seconds": times, "left_out": left_out}
+        return {"seconds": times, "left_out": room.left_out}
 
-    def _prepared(
-        self, side: str, batch: int, prefix: int, left_out: dict[str, str]
-    ) -> Decoding | None:
-        """A side that is compiled and warm, or None where it does not fit, which is noted."""
+    def _warm(self, side: str, batch: int, prefix: int) -> Decoding:
+        """A side that is compiled and has had a turn."""
         model = AttentionFreeModel.of(self._model) if side == NO_ATTENTION else self._model
         new = self._o.new_tokens
-        try:
-            run = Decoding(
-                model,
-                batch,
-                1 if side == NO_ATTENTION else prefix,  # which costs nothing without attention
-                shared=side != UNSHARED,
-                suffix=0,
-                room=new,
-                steps=new,
-                seed=self._o.seed,
-            )
-            compile_all([run])
-            run.turn()
-        except jax.errors.JaxRuntimeError as error:
-            if _OUT_OF_MEMORY not in str(error):
-                raise
-            left_out[side] = "the device has not enough memory"
-            return None
+        run = Decoding(
+            model,
+            batch,
+            1 if side == NO_ATTENTION else prefix,  # which costs nothing without attention
+            shared=side != UNSHARED,
+            suffix=0,
+            room=new,
+            steps=new,
+            seed=self._o.seed,
+        )
+        run.compile()
+        run.turn()
         return run
 
 
-def _too_large(taken: int, most: int) -> str:
-    return f"keys and values of {taken / 2**30:.2f} GiB, more than {most / 2**30:.2f}"
+def _warm_peer(
+    peer: peers.Transformers | peers.OtherEngine, batch: int, prefix: int
+) -> Callable[[], float]:
+    """The turns of a side that has had one."""
+    peer.prepare(batch, prefix)
+    peer.turn()
+    return peer.turn
 
 
 def _opened(
