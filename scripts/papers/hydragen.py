@@ -13,12 +13,19 @@ import sys
 from collections.abc import Sequence
 
 from scripts.bench.lib import Parser, own_command
-from scripts.papers import folder, hydragen_attention, hydragen_needles, hydragen_throughput
+from scripts.papers import (
+    folder,
+    hydragen_apps,
+    hydragen_attention,
+    hydragen_needles,
+    hydragen_throughput,
+)
 
 COMMANDS = {
     "throughput": (hydragen_throughput, "decoding end to end, by batch and prefix"),
     "attention": (hydragen_attention, "attention alone, by batch, prefix and suffix"),
     "needles": (hydragen_needles, "questions about one long document"),
+    "apps": (hydragen_apps, "two levels of sharing on competition problems, and pass@k"),
 }
 
 

@@ -10,6 +10,7 @@ from scripts.bench.parts.sharing.attention import (
     THEIRS,
     UNSHARED,
 )
+from scripts.bench.parts.sharing.generate import MORE, ONE, TWO
 from scripts.bench.parts.sharing.plots import COLORS, legend, make_figure, powers
 
 _SIDES = {
@@ -25,6 +26,8 @@ Pictures = Mapping[str, Callable[[], Any]]
 def throughput(results: Mapping[str, Any]) -> Pictures:
     """Tokens a second over the batch and over the length of the prefix (figure 3)."""
     points = results["points"]
+    if not any(point["sides"] for point in points):
+        return {}
     return {
         "throughput-batches.png": lambda: _rates(points, "batch", "prefix"),
         "throughput-prefixes.png": lambda: _rates(points, "prefix", "batch"),
@@ -73,6 +76,8 @@ def _rates(points: Sequence[Mapping[str, Any]], over: str, each: str) -> Any:
 
 def attention(results: Mapping[str, Any]) -> Pictures:
     """Speedups of shared attention over the batch (figure 4)."""
+    if not any(point["slower_than_shared"] for point in results["points"]):
+        return {}
     return {"attention.png": lambda: _speedups(results["points"])}
 
 
@@ -109,6 +114,8 @@ _PREFIXES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 def needles(results: Mapping[str, Any]) -> Pictures:
     """Seconds over the number of questions (figure 5)."""
+    if not any(point["seconds"] for point in results["points"]):
+        return {}
     return {"needles.png": lambda: _seconds(results["points"])}
 
 
@@ -136,3 +143,31 @@ def _seconds(points: Sequence[Mapping[str, Any]]) -> Any:
     panels[0].set_ylabel("seconds")
     legend(figure, panels)
     return figure
+
+
+def apps(results: Mapping[str, Any]) -> Pictures:
+    """Seconds of all problems and pass@k by side (figure 6)."""
+    return {"apps.png": lambda: _levels(results)} if results["sides"] else {}
+
+
+def _levels(results: Mapping[str, Any]) -> Any:
+    """Bars of seconds, with the number of problems at a time; and pass@k beside them."""
+    sides = [*results["sides"]]
+    figure, (left, right) = make_figure(2, 3.0, one_scale=False)
+    colors = [_LEVELS.get(side, "#888888") for side in sides]
+    bars = left.barh(sides, [results["sides"][s]["seconds"] for s in sides], color=colors)
+    labels = [f"{results['sides'][s]['problems_at_a_time']} at a time" for s in sides]
+    left.bar_label(bars, labels, padding=4)
+    left.margins(x=0.45)
+    left.invert_yaxis()
+    left.set(title="all problems", xlabel="seconds")
+    for side, color in zip(sides, colors, strict=True):
+        found = results["pass_at"][side]
+        shares = [100 * share for share in found.values()]
+        right.plot([*found], shares, "o-", color=color, label=side)
+    right.set(title="pass@k", xlabel="k", ylabel="problems, %", ylim=(-3, 103))
+    right.grid(alpha=0.3)
+    return figure
+
+
+_LEVELS = {"no sharing": "#d95f02", **{side: COLORS[side] for side in (ONE, TWO, MORE)}}

@@ -122,19 +122,27 @@ class Scorer:
             return (False,), "there is no program"
         key = problem.id, program
         if key not in self._verdicts:
-            self._verdicts[key] = self._verdict(problem, program)
+            self._verdicts[key] = judged(problem, program, self._limits)
         return (self._verdicts[key].passed,), self._verdicts[key].error
 
-    def _verdict(self, problem: Problem, program: str) -> Verdict:
-        if problem.cases is not None:
-            return run_cases(
-                program,
-                problem.cases.read(),
-                self._limits,
-                function=problem.cases.function,
-                preamble=problem.preamble,
-            )
-        return run_tests(program, problem.tests or "", self._limits, preamble=problem.preamble)
+
+def judged(problem: Problem, program: str, limits: Limits = Limits()) -> Verdict:
+    """The verdict of a problem's tests or cases on a program.
+
+    Args:
+      problem: whose answer is a program.
+      program: Python code, which runs in the sandbox.
+      limits: of it.
+    """
+    if problem.cases is not None:
+        return run_cases(
+            program,
+            problem.cases.read(),
+            limits,
+            function=problem.cases.function,
+            preamble=problem.preamble,
+        )
+    return run_tests(program, problem.tests or "", limits, preamble=problem.preamble)
 
 
 def right_answers(
