@@ -328,19 +328,21 @@ def _first(line: Sequence[Point], accuracy: float) -> float | None:
     return None
 
 
-def table(points: Sequence[Point]) -> str:
+def cell(point: Point) -> str:
+    """An accuracy in percent with its interval: "83.3 (67-93)"."""
+    return f"{100 * point.accuracy:.1f} ({100 * point.low:.0f}-{100 * point.high:.0f})"
+
+
+def table(points: Sequence[Point], method: str = "workers") -> str:
     """A table of accuracy in percent with its interval.
 
-    It has a row per budget and a column per number of workers.
+    It has a row per budget and a column per number of workers, or of streams of another method.
     """
     workers, budgets = (
         sorted({getattr(point, name) for point in points}) for name in ("workers", "budget")
     )
-    cells: Mapping[tuple[int, int], str] = {
-        (p.workers, p.budget): f"{100 * p.accuracy:.1f} ({100 * p.low:.0f}-{100 * p.high:.0f})"
-        for p in points
-    }
-    header = ["passes", *(f"{count} worker{'s' * (count > 1)}" for count in workers)]
+    cells: Mapping[tuple[int, int], str] = {(p.workers, p.budget): cell(p) for p in points}
+    header = ["passes", *(label(method, count) for count in workers)]
     rows = [
         [str(budget), *(cells.get((count, budget), "") for count in workers)] for budget in budgets
     ]
