@@ -52,16 +52,20 @@ class Worker:
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str]):
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115, `close` closes it
-        self._process = subprocess.Popen(
-            [python, "-m", module],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            encoding="utf-8",
-            env={**os.environ, **_QUIET, **environment},
-        )
+        try:
+            self._process = subprocess.Popen(
+                [python, "-m", module],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                encoding="utf-8",
+                env={**os.environ, **_QUIET, **environment},
+            )
+        except OSError:  # there is no such program
+            self._log.close()
+            raise
         self.reset_idle()
 
     def __enter__(self) -> Self:

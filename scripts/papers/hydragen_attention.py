@@ -23,7 +23,7 @@ from scripts.bench.lib import ROOT, Parser, progress, table
 from scripts.bench.parts.sharing import attention as measuring
 from scripts.bench.parts.sharing.attention import SDPA, SHARED, UNSHARED
 from scripts.bench.parts.sharing.options import PAPER_HEADS
-from scripts.bench.peer import TORCH_PYTHON, Worker, WorkerError
+from scripts.bench.peer import TORCH_PYTHON, WAITING, Worker, WorkerError
 from scripts.papers import folder as folders
 from scripts.papers import hydragen_plots as plots
 from scripts.papers.folder import PaperFolder, plural
@@ -167,7 +167,8 @@ def _torch(
     found, python = None, options.torch_python or str(ROOT / TORCH_PYTHON)
     status, versions = "measured", None
     try:
-        found = stack.enter_context(Worker(python, TORCH_WORKER, {}))
+        # Threads that spin would take the cores of the other sides.
+        found = stack.enter_context(Worker(python, TORCH_WORKER, WAITING["passive"]))
         versions = found.begin()
     except (OSError, WorkerError) as error:
         found, status = None, f"not installed: {error}"

@@ -240,8 +240,10 @@ class Questions:
 
     @classmethod
     def warm(cls, document: Document, facts: Sequence[Fact], side: str) -> "Questions":
-        """Questions that have been answered once, which compiles."""
+        """Questions that have been answered, which compiles: on a mesh twice, since what comes out of
+        the first turn is laid out otherwise than what went in."""
         made = cls(document, facts, side)
+        made.turn()
         made.turn()
         return made
 

@@ -70,7 +70,7 @@ def _rates(points: Sequence[Mapping[str, Any]], over: str, each: str) -> Any:
         powers(axes.xaxis, marks)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("tokens a second")
-    legend(figure, panels)
+    legend(figure, panels, columns=2 if len(panels) == 1 else 4)
     return figure
 
 
@@ -105,7 +105,7 @@ def _speedups(points: Sequence[Mapping[str, Any]]) -> Any:
         powers(axes.xaxis, rows)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("times as long as shared")
-    legend(figure, panels)
+    legend(figure, panels, columns=2 if len(panels) == 1 else 4)
     return figure
 
 
@@ -141,7 +141,7 @@ def _seconds(points: Sequence[Mapping[str, Any]]) -> Any:
         powers(axes.xaxis, counts)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("seconds")
-    legend(figure, panels)
+    legend(figure, panels, columns=2 if len(panels) == 1 else 4)
     return figure
 
 
@@ -158,13 +158,13 @@ def _levels(results: Mapping[str, Any]) -> Any:
     bars = left.barh(sides, [results["sides"][s]["seconds"] for s in sides], color=colors)
     labels = [f"{results['sides'][s]['problems_at_a_time']} at a time" for s in sides]
     left.bar_label(bars, labels, padding=4)
-    left.margins(x=0.45)
+    left.margins(x=0.8)
     left.invert_yaxis()
     left.set(title="all problems", xlabel="seconds")
-    for side, color in zip(sides, colors, strict=True):
+    for number, (side, color) in enumerate(zip(sides, colors, strict=True)):
         found = results["pass_at"][side]
-        shares = [100 * share for share in found.values()]
-        right.plot([*found], shares, "o-", color=color, label=side)
+        shares, size = [100 * share for share in found.values()], 12 - 3 * number
+        right.plot([*found], shares, "o-", color=color, markersize=size)  # often all are the same
     right.set(title="pass@k", xlabel="k", ylabel="problems, %", ylim=(-3, 103))
     right.grid(alpha=0.3)
     return figure

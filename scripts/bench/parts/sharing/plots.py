@@ -209,8 +209,8 @@ def _rule(points: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def legend(figure: Any, panels: Sequence[Any]) -> None:
-    """One legend for all panels, under them."""
+def legend(figure: Any, panels: Sequence[Any], columns: int = 4) -> None:
+    """One legend for all panels, under them, in so many columns."""
     entries = {
         label: handle
         for axes in panels
@@ -220,7 +220,7 @@ def legend(figure: Any, panels: Sequence[Any]) -> None:
         entries.values(),
         entries.keys(),
         loc="outside lower center",
-        ncols=4,
+        ncols=columns,
         frameon=False,
         fontsize=8,
     )
