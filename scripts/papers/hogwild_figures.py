@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxshare.serving.evaluation.data_sets.programs import LIVE
+from scripts.papers.folder import plural
 from scripts.papers.hogwild_cases import (
     ABLATIONS,
     ASKED,
@@ -86,14 +87,13 @@ BASELINE = Kind("baseline", BASELINES["sequential"])
 
 def hogwild(workers: int, what: str = "", words: Words = ()) -> Kind:
     """Workers, in the combined layout unless the words say otherwise."""
-    return Kind(f"{workers} worker{'s' * (workers > 1)}{what}", words, workers)
+    return Kind(f"{plural(workers, 'worker')}{what}", words, workers)
 
 
 def self_consistency(streams: int) -> Kind:
     """Streams that do not see each other."""
-    return Kind(
-        f"self-consistency, {streams} streams", BASELINES["self-consistency"], max(1, streams)
-    )
+    label = f"self-consistency, {plural(streams, 'stream')}"
+    return Kind(label, BASELINES["self-consistency"], streams)
 
 
 def _pair(counts: Sequence[int]) -> list[Kind]:
@@ -103,7 +103,7 @@ def _pair(counts: Sequence[int]) -> list[Kind]:
 def _methods(counts: Sequence[int]) -> list[Kind]:
     kinds = [Kind("baseline, not stopped early", BASELINES["no-early-stop"]), *_pair(counts)]
     for n in counts:
-        what = f"Skeleton-of-Thought, {n} threads at a time"
+        what = f"Skeleton-of-Thought, {plural(n, 'thread')} at a time"
         kinds += [Kind(what, BASELINES["skeleton"], n), self_consistency(n)]
     return [
         *kinds,

@@ -16,10 +16,11 @@ from jaxshare.serving.evaluation import plot, tasks
 from jaxshare.serving.inputs import cache_dtype
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.serving.workers.prompts.presets import format_of
-from scripts.bench.parts.workers.sides import CURRENT, STEP_ROOM, Run
+from jaxshare.sharding import KV, axis_size
+from scripts.bench.parts.workers.sides import ATTENTION, CURRENT, PLAN, STEP_ROOM, Run
 from scripts.bench.workers import measure
 from scripts.papers import hogwild_accuracy as accuracy
-from scripts.papers.folder import PaperFolder, this_machine
+from scripts.papers.folder import PaperFolder, plural, this_machine
 from scripts.papers.hogwild_figures import BASELINE, Panel
 from scripts.papers.hogwild_job import Job, markdown, note, write
 
@@ -107,10 +108,14 @@ def _say(history: int, what: str) -> None:
 def make_run(model: LoadedModel, workers: int, history: int, steps: int, seed: int) -> Run:
     """The side that is measured, over a cache that the model has filled with random tokens.
 
-    Attention is timed alone where a layer's is that of `block_attention` without options.
+    The plan is timed alone where one device has all tokens, and attention where a layer's is that of
+    `block_attention` without options.
     """
-    config = model.config
-    is_plain = model.mesh is None and model.approximate_kv is None and config.mla is None
+    config, mesh = model.config, model.mesh
+    parts = [] if mesh is not None and axis_size(mesh, KV) > 1 else [PLAN]
+    is_plain = mesh is None and model.approximate_kv is None and config.mla is None
+    if is_plain and not any(config.windows):
+        parts.append(ATTENTION)
     return Run(
         model,
         workers,
@@ -118,7 +123,7 @@ def make_run(model: LoadedModel, workers: int, history: int, steps: int, seed: i
         steps,
         seed,
         cache=fed_cache(model, workers, history, seed),
-        attends=is_plain and not any(config.windows),
+        alone=parts,
     )
 
 
@@ -327,7 +332,7 @@ def latency_picture(rows: Sequence[Mapping[str, Any]]) -> Any:
             [w["mean_milliseconds"] for w in found],
             **style,
             markersize=5,
-            label=f"{n} worker{'s' * (n != '1')}",
+            label=plural(int(n), "worker"),
         )
     axes.set(xlabel="tokens of history", ylabel="latency of a forward pass, ms", ylim=(0, None))
     axes.set_title("mean of all rounds, and its deciles")

@@ -188,6 +188,8 @@ def _complete(parser: Parser, options: argparse.Namespace) -> None:
             f"{figure} needs a judge: name a model at an endpoint with OpenAI's protocol, such as "
             "--endpoint http://localhost:8000/v1 --judge NAME"
         )
+    if figure in JUDGED and options.workers and min(options.workers) < 2:
+        parser.error(f"--workers has 1, but {figure} needs workers that have others to work with")
     options.given = FigureSettings(
         options.models,
         quick,

@@ -253,6 +253,10 @@ def test_pictures_go_into_rows_of_three_and_lines_keep_their_looks():
         (["figure4", "--model", "a", "--model", "a"], "--model a is given twice"),
         (["levels", "--quick"], "levels needs a judge"),
         (["judge", "--quick", "--endpoint", "http://x/v1"], "judge needs a judge"),
+        (
+            ["levels", "--quick", "--endpoint", "http://x/v1", "--judge", "m", "--workers", "1,2"],
+            "--workers has 1, but levels needs workers that have others",
+        ),
         (["table1", "--quick", "--samples", "3"], "--samples is given, but it is of"),
         (["figure3", "--quick", "--histories", "64"], "--histories is given, but it is of"),
         (["figure3", "--quick", "--judge", "m"], "--judge is given, but it is of judge, levels"),

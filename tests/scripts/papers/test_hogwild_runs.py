@@ -91,6 +91,31 @@ def test_tables_of_latency(figure, out, capsys):
     assert "| 32 | 96 |" in (out / figure / "table.md").read_text() or figure == "table2"
 
 
+PARITY = ROOT / "tests" / "fixtures" / "parity"
+FED = ["--workers", "2", "--histories", "16", "--rounds", "1", "--steps", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "timed"),
+    [
+        (["--model", str(PARITY / "llama_gqa_longrope_long")], "plan and attention"),
+        (["--model", str(PARITY / "deepseek_v3_experts")], "plan"),
+        (["--model", str(PARITY / "gpt_oss_gqa_sharded")], "plan"),
+        (["--quick", "--approximate-kv", "int8"], "plan"),
+        (["--quick", "--tensor", "2"], "plan"),
+        (["--quick", "--data", "2"], "plan"),
+        (["--quick", "--kv", "2"], ""),
+    ],
+)
+def test_latencies_of_other_models_and_meshes(arguments, timed, tmp_path, capsys):
+    report = made(capsys, "table2", *arguments, *FED, "--out", str(tmp_path))
+    for found in report["results"][0]["workers"].values():
+        assert found["pass_milliseconds"] > 0
+        assert bool(found["plan_microseconds"]) == ("plan" in timed)
+        assert bool(found["attention_microseconds_a_layer"]) == ("attention" in timed)
+
+
 @pytest.mark.slow
 def test_figure1(out, capsys):
     report = made(capsys, "figure1", "--quick", "--budgets", "16,48", "--out", str(out))
