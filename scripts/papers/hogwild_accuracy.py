@@ -1,6 +1,7 @@
 """Figures of accuracy against the budget of forward passes or against seconds: Hogwild! Inference,
 figures 3 to 6 and 8, appendices E.1 and E.2."""
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -177,11 +178,14 @@ def _table(panel: Mapping[str, Any]) -> str:
 
 
 def picture(panels: Sequence[Mapping[str, Any]]) -> Any:
-    """The figure: panels side by side, over seconds where the points have them."""
+    """The figure: panels side by side, over seconds where the points have them. A line that several
+    panels have looks the same in all."""
     figure, all_axes = plot.panels(len(panels))
-    looks = plot.styles(dict.fromkeys(line["label"] for p in panels for line in p["lines"]))
+    counts = collections.Counter(line["label"] for p in panels for line in p["lines"])
+    common = [label for label, count in counts.items() if count > 1]
     for axes, panel in zip(all_axes, panels, strict=True):
         lines = {line["label"]: points_of(line) for line in panel["lines"]}
+        looks = plot.styles(dict.fromkeys([*common, *lines]))
         seconds = {
             line["label"]: {p["budget"]: p["seconds"] for p in line["points"]}
             for line in panel["lines"]

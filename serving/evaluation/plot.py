@@ -1,7 +1,6 @@
 """Plots of accuracy over the budget of forward passes, as in figure 3 of Hogwild! Inference."""
 
 import importlib.util
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +54,11 @@ def panels(count: int) -> "tuple[Figure, Sequence[Axes]]":
 
 
 def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour and a marker for each name."""
+    """A colour and a marker for each name; both together are of one name alone, up to 64."""
+    size = len(_COLORS)
     return {
-        name: {"color": color, "marker": marker}
-        for name, color, marker in zip(
-            names, itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False
-        )
+        name: {"color": _COLORS[i % size], "marker": _MARKERS[(i + i // size) % size]}
+        for i, name in enumerate(names)
     }
 
 

@@ -231,12 +231,16 @@ def test_pictures_go_into_rows_of_three_and_lines_keep_their_looks():
 
     drawn = hogwild_accuracy.picture(
         [
-            {"title": "a", "lines": [line("x"), line("y")]},
-            {"title": "b", "lines": [line("y")]},
+            {"title": "a", "lines": [*map(line, "uvwxy")]},
+            {"title": "b", "lines": [*map(line, "abcdefgyhi")]},
         ]
     )
-    colours = [{drawn.get_label(): drawn.get_color() for drawn in a.lines} for a in drawn.axes]
-    assert colours[0]["y"] == colours[1]["y"] != colours[0]["x"]
+    first, second = (
+        {drawn.get_label(): (drawn.get_color(), drawn.get_marker()) for drawn in axes.lines}
+        for axes in drawn.axes
+    )
+    assert first["y"] == second["y"] and len({*first.values()}) == 5
+    assert len({*second.values()}) == 10
     assert drawn.axes[0].get_xlabel() == "seconds"
     assert drawn.axes[0].lines[0].get_xdata().tolist() == [2.5]
 
