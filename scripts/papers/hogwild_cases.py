@@ -17,7 +17,7 @@ from jaxshare.compile_time import reported_compiles
 from jaxshare.models import LoadedModel
 from jaxshare.serving import checksums
 from jaxshare.serving.cli import arguments
-from jaxshare.serving.cli.evaluation import evaluate, rescore
+from jaxshare.serving.cli.evaluation import evaluate, judge, rescore
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.evaluation import execution
 from jaxshare.serving.evaluation.folder import RESULT
@@ -50,7 +50,7 @@ _OF_MODEL = ("model", "dtype", "approximate_kv", "adapter", "tensor", "expert", 
 
 
 class Evaluations:
-    """Runs `jaxshare evaluate` and `jaxshare rescore` in this process.
+    """Runs `jaxshare evaluate`, `jaxshare rescore` and `jaxshare judge` in this process.
 
     What they print is left out. Evaluations of the same model one after the other load it once.
     """
@@ -89,6 +89,12 @@ class Evaluations:
         options = _parsed(rescore, words)
         with _silent():
             return rescore.run(options)
+
+    def judge(self, words: Sequence[str]) -> int:
+        """Has an evaluation graded; `words` are the arguments of `jaxshare judge`."""
+        options = _parsed(judge, words)
+        with _silent():
+            return judge.run(options)
 
     def load(self, options: argparse.Namespace) -> LoadedModel:
         """The model that the options of an evaluation name."""

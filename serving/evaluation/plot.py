@@ -1,9 +1,8 @@
 """Plots of accuracy over the budget of forward passes, as in figure 3 of Hogwild! Inference."""
 
 import importlib.util
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxshare.serving.evaluation.scoring import Point
 
@@ -14,6 +13,9 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which are distinct for colour-blind readers too.
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_COLUMNS = 3
+_LINES_BESIDE_LEGEND = 4
+"""With more lines the legend is below the axes."""
 _MAX_TICKS = 10
 """At most this many budgets have a tick each, on a logarithmic axis; more get a linear axis."""
 
@@ -36,22 +38,27 @@ def accuracy_picture(lines: Mapping[str, Sequence[Point]], title: str) -> "Figur
 
 
 def panels(count: int) -> "tuple[Figure, Sequence[Axes]]":
-    """A figure with axes side by side, each of the size of a picture of its own."""
+    """A figure with so many axes, up to three side by side, each of the size of a picture of its
+    own."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * count, 4.2), layout="constrained")
+    columns = min(count, _COLUMNS)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(6.4 * columns, 4.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, count, squeeze=False)[0]
+    axes = [*figure.subplots(rows, columns, squeeze=False).flat]
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
 
 
-def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """A colour and a marker for each name."""
+def styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A colour and a marker for each name; both together are of one name alone, up to 64."""
+    size = len(_COLORS)
     return {
-        name: {"color": color, "marker": marker}
-        for name, color, marker in zip(
-            names, itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False
-        )
+        name: {"color": _COLORS[i % size], "marker": _MARKERS[(i + i // size) % size]}
+        for i, name in enumerate(names)
     }
 
 
@@ -60,6 +67,7 @@ def draw_accuracy(
     lines: Mapping[str, Sequence[Point]],
     title: str,
     seconds: Mapping[str, Mapping[int, float]] | None = None,
+    looks: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Draws a line for each name, with its interval as a band.
 
@@ -69,21 +77,23 @@ def draw_accuracy(
       title: of the axes.
       seconds: for each line the seconds that its budgets take, which are the horizontal axis then;
         by default that has the budgets.
+      looks: a style for each line, as `styles` makes them, for axes that have lines in common.
     """
-    for (name, line), style in zip(lines.items(), styles(lines).values(), strict=True):
+    looks, many = looks or styles(lines), len(lines) > _LINES_BESIDE_LEGEND
+    for name, line in lines.items():
         places = [seconds[name][point.budget] if seconds else point.budget for point in line]
         axes.fill_between(
             places,
             [100 * point.low for point in line],
             [100 * point.high for point in line],
-            color=style["color"],
-            alpha=0.15,
+            color=looks[name]["color"],
+            alpha=0.05 if many else 0.15,
             linewidth=0,
         )
         axes.plot(
             places,
             [100 * point.accuracy for point in line],
-            **style,
+            **looks[name],
             markersize=5,
             label=name,
         )
@@ -95,4 +105,8 @@ def draw_accuracy(
         axes.set_xticks(budgets, labels=[str(budget) for budget in budgets])
         axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    if many:
+        place = (0.5, -0.13)
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=place, ncols=2, fontsize=9)
+    else:
+        axes.legend(frameon=False, loc="lower right")

@@ -29,21 +29,22 @@ def summarise(
     """Medians over rounds of each side's time for one pass, and of each round's ratios.
 
     Args:
-      times: seconds for one pass in every round, by number of workers and side; PASS and PLAN of
-        all, PASS of 1 among them. Where ATTENTION was not timed, it is None.
+      times: seconds for one pass in every round, by number of workers and side; PASS of all, 1
+        among them. What comes of PLAN and ATTENTION is None where they were not timed.
     """
     found = {}
     for n in sorted({n for n, _ in times}):
         own = times[n, PASS]
+        plan, attention = (times.get((n, name)) for name in (PLAN, ATTENTION))
         found[str(n)] = {
             "pass_milliseconds": statistics.median(own) * 1e3,
             "tokens_per_second": n / statistics.median(own),
             "to_one_worker": ratios(own, times[1, PASS]),
-            "plan_microseconds": statistics.median(times[n, PLAN]) * 1e6,
-            "plan_to_pass": ratios(times[n, PLAN], own),
-            "attention_microseconds_a_layer": statistics.median(times[n, ATTENTION]) / layers * 1e6
-            if (n, ATTENTION) in times
-            else None,
+            "plan_microseconds": statistics.median(plan) * 1e6 if plan else None,
+            "plan_to_pass": ratios(plan, own) if plan else None,
+            "attention_microseconds_a_layer": (
+                statistics.median(attention) / layers * 1e6 if attention else None
+            ),
             "round_seconds": own,
         }
         if (n, THEIRS) in times:

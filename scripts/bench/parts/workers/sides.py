@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -20,6 +20,10 @@ from scripts.bench.parts.decode import sides as decode_sides
 from scripts.bench.peer import Worker
 
 MODEL = decode_sides.MODEL | {"max_position_embeddings": 32768}
+
+
+# Sides of one number of workers, as they are called in results.
+PASS, PLAN, ATTENTION, THEIRS = "pass", "plan", "attention", "hogwild_llm"
 
 
 CURRENT, STEP_ROOM = 64, 512
@@ -64,7 +68,9 @@ class Run:
 
     Args:
       cache: as `random_cache` makes it, which is the default.
-      attends: time the attention alone, which is that of a model whose layers all see all keys.
+      alone: the parts that are timed: PLAN, which a pass over a cache whose tokens are on several
+        devices makes within the loop alone, and ATTENTION, which is that of a model whose layers
+        all see all keys.
     """
 
     def __init__(
@@ -76,10 +82,10 @@ class Run:
         seed: int,
         *,
         cache: KVCache | None = None,
-        attends: bool = True,
+        alone: Collection[str] = (PLAN, ATTENTION),
     ):
         self.model, self.workers, self.steps, self.seed = model, workers, steps, seed
-        self.attends = attends
+        self.alone = alone
         cache = random_cache(model, workers, history, seed) if cache is None else cache
         self.lengths = np.asarray(cache.lengths)
         self.state = DecodeState.create(
@@ -97,8 +103,14 @@ class Run:
             donate_argnums=1,
         )
         self.loop = loop.lower(self.model.variables, self.state).compile()
+        if self.model.mesh is not None:
+            # What the loop gives lies otherwise on the mesh than what it was given at first.
+            self.state = jax.device_put(self.state, self.loop.output_shardings)
+            self.loop = loop.lower(self.model.variables, self.state).compile()
+        if PLAN not in self.alone:
+            return
         self.plans = jax.jit(plan_many_times).lower(self.state.cache, self.state.layout).compile()
-        if not self.attends:
+        if ATTENTION not in self.alone:
             return
         config = self.model.config
         self.q = jax.random.normal(
@@ -137,10 +149,13 @@ class Run:
 
     def sides(self) -> dict[str, Callable[[], float]]:
         """The measured sides, each to give its seconds for one pass."""
+        parts = {
+            PLAN: lambda: self.plan() / PLANS,
+            ATTENTION: lambda: self.attend() / ATTENTIONS,
+        }
         return {
             PASS: lambda: self.step() / self.steps,
-            PLAN: lambda: self.plan() / PLANS,
-            **({ATTENTION: lambda: self.attend() / ATTENTIONS} if self.attends else {}),
+            **{name: side for name, side in parts.items() if name in self.alone},
         }
 
     def check(self, turns: int) -> None:
@@ -208,10 +223,6 @@ def fastest(
         "dtype": dtype,
         "pass_milliseconds": passes,
     }
-
-
-# Sides of one number of workers, as they are called in results.
-PASS, PLAN, ATTENTION, THEIRS = "pass", "plan", "attention", "hogwild_llm"
 
 
 HOGWILD = "the authors' implementation"
