@@ -83,9 +83,15 @@ def search_point(
     kept: int,
     seed: int,
     always: bool = False,
+    engine: Mapping[str, Any] = {},
+    logits_cache: int = CACHE_BYTES,
 ) -> dict[str, Any]:
     """Searches for an answer to each prompt, on one side after the other; the first one is not timed.
     With `always` the Logits Cache is used where it does not pay, too.
+
+    Args:
+      engine: options of all engines, in place of those that follow from the sizes.
+      logits_cache: bytes of the Logits Cache.
 
     Returns:
       The supervisor, the temperature, the speed-up of each side in the mean over prompts and its
@@ -94,11 +100,14 @@ def search_point(
     # A level of the tree of thoughts fires two states four times.
     rows, longest = 8, max(map(len, prompts)) + 2 * tokens + 4 * GROWTH
     kv_bytes = bucket(2 * rows * longest) * token_bytes(model)  # alike for both tasks
+    sizes = {"kv_bytes": kv_bytes, "max_rows": rows, **engine}
+    cache = {"logits_cache": logits_cache, "kept_logits": kept, "resample_always": always}
     sampler = Sampler(temperature=temperature, forbidden=tuple(model.generation.stop_tokens))
     with contextlib.ExitStack() as stack:
         models = {
             side: TokenModel(
-                stack.enter_context(_engine(model, side, kept, always, kv_bytes, rows)),
+                # The same for all, but that the baseline has no Logits Cache.
+                stack.enter_context(Engine(model, **sizes, **({} if side == BASELINE else cache))),
                 side,
                 sampler,
                 tokens,
@@ -148,17 +157,3 @@ async def _search(
     searching = answers_twice.under(_MADE[supervisor]())
     done = await Runtime(model, seed=seed).run(searching, " ".join(map(str, prompt)))
     return {state.path: state.dialogue[-1].content for state in done.states if state.dialogue}
-
-
-def _engine(
-    model: LoadedModel, side: str, kept: int, always: bool, kv_bytes: int, rows: int
-) -> Engine:
-    """The engine of a side: the same for all, but that the baseline has no Logits Cache."""
-    cache: dict[str, Any] = {
-        "logits_cache": CACHE_BYTES,
-        "kept_logits": kept,
-        "resample_always": always,
-    }
-    if side == BASELINE:
-        cache = {}
-    return Engine(model, kv_bytes=kv_bytes, max_rows=rows, **cache)
