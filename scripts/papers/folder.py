@@ -100,6 +100,11 @@ def model_name(options: argparse.Namespace) -> str:
     return path.name if path.is_dir() else options.model
 
 
+def digest(value: Any) -> str:
+    """A hash of a JSON value, for settings."""
+    return jsonl.sha256(json.dumps(value).encode())
+
+
 def plural(count: int, what: str) -> str:
     """A number of things, such as "1 round" or "5 rounds"."""
     return f"{count} {what}{'s' * (count != 1)}"
@@ -255,7 +260,7 @@ def opened(
       ValueError: an experiment is there and `resume` is False, it has other settings, another model
         or other code, or a file is damaged, in use or cannot be written.
     """
-    settings = json.loads(json.dumps(settings))
+    settings = dict(json.loads(json.dumps(settings)))
     with OutputLock.of_folder(path, OTHER), contextlib.ExitStack() as files:
         if (path / SETTINGS).exists():
             if not resume:

@@ -40,6 +40,7 @@ from jaxshare.serving.engine import Engine
 from jaxshare.serving.evaluation.scoring import wilson
 from scripts.bench.lib import Parser, table
 from scripts.bench.parts.logits_cache.puzzles import example
+from scripts.papers import folder as paper_folder
 from scripts.papers import hive_pictures
 from scripts.papers.folder import PaperFolder
 from scripts.papers.hive_experiment import (
@@ -163,7 +164,7 @@ def plan(parser: Parser, options: argparse.Namespace) -> HivePlan:
         "answers": answers,
         "chat": variables,
         "ranks": list(ranks),
-        "puzzles": jsonl.sha256(json.dumps(puzzles).encode()),
+        "puzzles": paper_folder.digest(puzzles),
         "breadth": options.breadth,
         "keep": list(kept),
         "chains": chains,
@@ -198,7 +199,7 @@ class ChatVariables:
 
 @dataclasses.dataclass
 class Searcher:
-    """What all searches have in common.
+    """Runs searches, with all that they have in common.
 
     Attributes:
       options: of the command.

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxshare import Sampler
@@ -103,19 +103,8 @@ def search_point(
     sizes = {"kv_bytes": kv_bytes, "max_rows": rows, **engine}
     cache = {"logits_cache": logits_cache, "kept_logits": kept, "resample_always": always}
     sampler = Sampler(temperature=temperature, forbidden=tuple(model.generation.stop_tokens))
-    with contextlib.ExitStack() as stack:
-        models = {
-            side: TokenModel(
-                # The same for all, but that the baseline has no Logits Cache.
-                stack.enter_context(Engine(model, **sizes, **({} if side == BASELINE else cache))),
-                side,
-                sampler,
-                tokens,
-            )
-            for side in SIDES
-        }
-        for each in models.values():
-            each.engine.warm_up()
+    with _engines(model, sizes, cache) as engines:
+        models = {side: TokenModel(each, side, sampler, tokens) for side, each in engines.items()}
         said, seconds = ({side: [] for side in SIDES} for _ in range(2))
 
         def search(side: str, prompt: Sequence[int]) -> float:
@@ -142,6 +131,20 @@ def search_point(
         "hit_ratio": {side: given[side] / computed for side in SIDES},
         "different_from_baseline": sum(own != base for own, base in pairs),
     }
+
+
+@contextlib.contextmanager
+def _engines(
+    model: LoadedModel, sizes: Mapping[str, Any], cache: Mapping[str, Any]
+) -> Iterator[dict[str, Engine]]:
+    """The engine of each side, warm: the same for all, but that the baseline has no Logits Cache."""
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for side in SIDES:
+            more = {} if side == BASELINE else cache
+            made[side] = stack.enter_context(Engine(model, **sizes, **more))
+            made[side].warm_up()
+        yield made
 
 
 def _replayed(engine: Engine) -> int:

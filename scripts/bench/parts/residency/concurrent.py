@@ -22,6 +22,7 @@ from jaxshare.models import LoadedModel, load
 from jaxshare.serving.agents import Reply, Runtime
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.profile_pictures import (
+    Shares,
     contribution_picture,
     profile_picture,
     workflow_picture,
@@ -135,14 +136,8 @@ def run(
       options: of the engine, beside these.
     """
     size = token_bytes(model)
-    with Engine(
-        model,
-        kv_bytes=capacity * size,
-        host_kv_bytes=host * size,
-        policy=policy,
-        max_rows=ROWS,
-        **options,
-    ) as engine:
+    options |= {"kv_bytes": capacity * size, "host_kv_bytes": host * size}
+    with Engine(model, policy=policy, max_rows=ROWS, **options) as engine:
         timed = Timed(EngineModel(engine, resample=resample))
         runtime = Runtime(timed, seed=seed, most_calls=most_calls)
         begin = time.perf_counter()
@@ -155,13 +150,7 @@ def run(
 
     contributions = [(at - begin, {**shares}) for at, shares in timed.model.contributions]
     if plots is not None:
-        log = SearchLog.of(runtime)
-        for name, picture in {
-            "workflow": workflow_picture(log),
-            "profile": profile_picture(log),
-            "contributions": contribution_picture(contributions),
-        }.items():
-            picture.savefig(plots / f"residency-{name}.png")
+        _draw(SearchLog.of(runtime), contributions, plots)
     to_host = count("evicted_tokens", to="host")
     return Measured(
         seconds,
@@ -177,6 +166,16 @@ def run(
         done.accepted.value if done.accepted else None,
         contributions,
     )
+
+
+def _draw(log: SearchLog, contributions: Shares, plots: Path) -> None:
+    """Draws a run into a folder."""
+    for name, picture in {
+        "workflow": workflow_picture(log),
+        "profile": profile_picture(log),
+        "contributions": contribution_picture(contributions),
+    }.items():
+        picture.savefig(plots / f"residency-{name}.png")
 
 
 @dataclasses.dataclass
