@@ -49,7 +49,6 @@ OURS, THEIRS = "jaxshare", "hf"
 SPEED_GOAL, TEXT_GOAL = 3.0, 0.95
 """Times the requests a second of `hf`; and texts that are the same in float32, in which a sum in
 another order may choose another of two tokens that are nearly as likely."""
-WARM_UP_REQUESTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +208,7 @@ def measure(
         say(f"{name}: write")
         texts = [f"Question: {each['question']}\nAnswer: {each['answer']}\n" for each in lines]
         MODELS[name](Path(folder) / "model", texts, options.seed)
-        warm_up = min(WARM_UP_REQUESTS, options.requests)
+        warm_up = min(max(options.batches), options.requests)  # as many as the largest batch has
         write_tasks(Path(folder), lines, new_tokens=options.new_tokens, warm_up=warm_up)
         how = {"folder": folder, "dtype": options.dtype, "threads": cores()}
         parameters = ours.ask("load", side=OURS, **how)["parameters"]
@@ -220,6 +219,8 @@ def measure(
         say(f"{name}: compile")
         first = ours.ask("run", task=TASK, batch=None)
         say(f"{name}: in turn")
+        for worker in (ours, others[waiting]):
+            worker.reset_idle()
         found: dict[str, dict[str, Any]] = {}
 
         def side(which: str) -> float:
@@ -230,6 +231,7 @@ def measure(
         times = alternate(
             {which: lambda which=which: side(which) for which in (OURS, THEIRS)}, options.rounds
         )
+        busy = {OURS: ours.idle_there.cores, THEIRS: others[waiting].idle_there.cores}
         if found[OURS]["texts"] != first["texts"]:
             raise RuntimeError(f"{name}: jaxshare answered the same requests in two ways")
     return {
@@ -242,6 +244,7 @@ def measure(
         "first_seconds": first["seconds"],
         "faster": ratios(times[THEIRS], times[OURS]),
         "hf": {"waiting": waiting, "batch": batch, "tried": tried},
+        "cores_busy_while_waiting": busy,
         "texts": compare(found[OURS], found[THEIRS]),
     }
 

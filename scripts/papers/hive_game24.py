@@ -42,7 +42,7 @@ from scripts.bench.lib import Parser, table
 from scripts.bench.parts.logits_cache.puzzles import example
 from scripts.papers import folder as paper_folder
 from scripts.papers import hive_pictures
-from scripts.papers.folder import PaperFolder
+from scripts.papers.folder import OTHER, PaperFolder
 from scripts.papers.hive_experiment import (
     SCRIPTED,
     HiveExperiment,
@@ -229,6 +229,9 @@ class Searcher:
         Returns:
           Costs and expressions of each puzzle, and costs of all; times are those of one process, so
           there are none where a search went on after an interruption.
+
+        Raises:
+          ValueError: no call was answered, such as by a model whose chat template takes no --chat.
         """
         solver, name = solver_of(key, self.options.breadth, chains)
         with contextlib.ExitStack() as stack:
@@ -252,6 +255,9 @@ class Searcher:
                 asyncio.run(runtime.run(example().solve_all, numbers, solver))
             costs = _costs(runtime, engine)
         found = of_puzzles(runtime.runs, puzzles, first, is_chains=key["search"] == "chains")
+        if not any(each["new_tokens"] for each in found):
+            why = next((error for each in found for error in each["dead_ends"]), "no call was made")
+            raise ValueError(f"the model has answered nothing ({why}); mend that, and {OTHER}")
         return {"puzzles": found, **(costs | {"seconds": None} if is_resumed else costs)}
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from jaxshare import models
 from jaxshare.serving.agents import BestOfN, Runtime
+from jaxshare.serving.agents.backends import ScriptedModel
 from jaxshare.serving.kvcache.pool import whole_tiles
 from scripts.bench.lib import ROOT
 from scripts.bench.parts.logits_cache.puzzles import example
@@ -142,6 +143,15 @@ def test_variables_of_the_chat_template_come_to_every_call():
     solver = example().solve.under(BestOfN(1, lambda state: 1.0))
     asked(hive_game24.ChatVariables(model, {"enable_thinking": False}), solver, [4, 6])
     assert [call.chat_template_kwargs for call in model.calls] == [{"enable_thinking": False}]
+
+
+def test_a_model_that_answers_nothing_is_an_error_with_its_reason(
+    tmp_path, puzzles, capsys, monkeypatch
+):
+    monkeypatch.setattr(example(), "scripted", lambda: ScriptedModel({}))
+    assert hive.main(scripted(tmp_path / "out", puzzles)) == 2
+    said = capsys.readouterr().err
+    assert "the model has answered nothing" in said and "has no answer to what agent solve" in said
 
 
 # Section 8.3 and figure 9.
