@@ -10,9 +10,7 @@ themselves with a part taken away. Each case is one evaluation in a folder of --
 there already is not run again. How to read the result is in benchmarks/README.md.
 """
 
-import contextlib
 import dataclasses
-import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,18 +19,22 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxshare.serving.cli import main as cli
 from jaxshare.serving.evaluation import Point, plot
 from jaxshare.serving.evaluation.arithmetic_forms import FORMS
 from scripts.bench.lib import Goal, Parser, finish, machine, own_command, table, versions
+from scripts.papers.hogwild_cases import (
+    ABLATIONS,
+    ASKED,
+    BASELINES,
+    ENCODED,
+    TEMPERATURE,
+    UNASKED,
+    Evaluations,
+    result_of,
+)
 
 OF_TWO, OF_FOUR = 0.6, 0.4
 """Goals: passes to 90% of two and of four workers, times those of one."""
-TEMPERATURE = 0.7
-"""Of streams that are to differ: Wang et al. (2022) sample at it."""
-ASKED = 64
-"""Tokens between two questions whether work is redundant, where they are asked. A problem has fewer
-tokens than the 1,024 of the paper."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,38 +62,33 @@ class Case:
         return tuple(range(16, self.most + 1, self.step))
 
 
-BASE, ENCODED, TYPED = "workers", "encoded anew", "typed"
+BASE, TYPED = "workers", "typed"
 RIGHT = 0.98
 """Goal: what part of the questions is right in the end in the worst of the forms in which a person
 types sums."""
-BASELINES = {
+_DIFFERING = ("--temperature", str(TEMPERATURE))
+_OTHERS = {
     "self-consistency": Case(
-        "self-consistency",
-        (2, 4),
-        ("--method", "self-consistency", "--temperature", str(TEMPERATURE)),
+        "self-consistency", (2, 4), (*BASELINES["self-consistency"], *_DIFFERING)
     ),
-    "vote": Case(
-        "self-consistency by vote", (2, 4), ("--method", "vote", "--temperature", str(TEMPERATURE))
-    ),
-    "skeleton": Case("Skeleton-of-Thought", (2, 4), ("--method", "skeleton")),
+    "vote": Case("self-consistency by vote", (2, 4), (*BASELINES["vote"], *_DIFFERING)),
+    "skeleton": Case("Skeleton-of-Thought", (2, 4), BASELINES["skeleton"]),
 }
-ABLATIONS = {
-    "contiguous": Case("contiguous layout", (4,), ("--layout", "contiguous")),
-    "interleaved": Case("interleaved: no instant sight", (4,), ("--layout", "interleaved")),
-    "asked": Case("asked whether redundant", (4,), ("--ask-every", str(ASKED))),
-    ENCODED: Case("steps encoded anew", (2, 4), ("--move", "reencode")),
-}
+"""The baselines."""
 CASES = {
-    BASE: Case("combined layout", (1, 2, 4, 6), ("--ask-every", "0"), most=256, step=8),
-    **BASELINES,
-    **ABLATIONS,
+    BASE: Case("combined layout", (1, 2, 4, 6), ABLATIONS[UNASKED], most=256, step=8),
+    **_OTHERS,
+    "contiguous": Case("contiguous layout", (4,), ABLATIONS["contiguous"]),
+    "interleaved": Case("interleaved: no instant sight", (4,), ABLATIONS["interleaved"]),
+    "asked": Case("asked whether redundant", (4,), ("--ask-every", str(ASKED))),
+    ENCODED: Case("steps encoded anew", (2, 4), ABLATIONS[ENCODED]),
     "five to ten": Case(
-        "five to ten questions", (1, 2, 4, 6), ("--ask-every", "0"), questions="5-10", most=480
+        "five to ten questions", (1, 2, 4, 6), ABLATIONS[UNASKED], questions="5-10", most=480
     ),
     TYPED: Case(
         "sums as a person types them",
         (1, 2, 4),
-        ("--ask-every", "0"),
+        ABLATIONS[UNASKED],
         task="sums-typed",
         questions="1-10",
         most=480,
@@ -100,7 +97,7 @@ CASES = {
     "dependent": Case(
         "dependent questions",
         (1, 2, 4),
-        ("--ask-every", "0"),
+        ABLATIONS[UNASKED],
         task="sums-dependent",
         most=304,
         step=32,
@@ -132,10 +129,11 @@ class Found:
         return {point.budget: point.accuracy for point in self.points if point.workers == workers}
 
 
-def evaluate(case: Case, model: str, problems: int, folder: Path) -> Found:
+def evaluate(
+    evaluations: Evaluations, case: Case, model: str, problems: int, folder: Path
+) -> Found:
     """Runs a case, or what is left of it."""
     asked = [
-        "evaluate",
         model,
         "--task",
         case.task,
@@ -152,11 +150,9 @@ def evaluate(case: Case, model: str, problems: int, folder: Path) -> Found:
         "--out",
         str(folder),
     ]
-    with contextlib.redirect_stdout(io.StringIO()):
-        code = cli.main(asked)
-    if code:
-        raise RuntimeError(f"`jaxshare {' '.join(asked)}` ended with code {code}")
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    if code := evaluations.evaluate(asked):
+        raise RuntimeError(f"`jaxshare evaluate {' '.join(asked)}` ended with code {code}")
+    result = result_of(folder)
     return Found(
         tuple(Point(**point) for point in result["points"]),
         {int(count): passes for count, passes in result["passes_to_90"].items()},
@@ -204,7 +200,7 @@ def goals(found: Mapping[str, Found]) -> list[Goal]:
             )
             for count, forms in found[TYPED].forms.items()
         ]
-    for name, case in BASELINES.items():
+    for name, case in _OTHERS.items():
         if name in found:
             wanted += [
                 Goal(
@@ -321,7 +317,7 @@ def draw(found: Mapping[str, Found], folder: Path) -> None:
             plot.accuracy_picture(of, f"{title}, shared cache").savefig(
                 folder / f"collaboration-{name.replace(' ', '-')}.png", dpi=130
             )
-    baselines = {case.what: line for name, case in BASELINES.items() if (line := lines(name, 4))}
+    baselines = {case.what: line for name, case in _OTHERS.items() if (line := lines(name, 4))}
     if baselines and (workers := lines(BASE, 4)):
         plot.accuracy_picture(
             {"4 workers": workers, **baselines}, "five questions, four rows each"
@@ -372,8 +368,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = machine()
     cases = QUICK if options.quick else {name: CASES[name] for name in options.only or CASES}
     folder = options.out / f"{'quick-' if options.quick else ''}{options.problems}"
+    evaluations = Evaluations()
     found = {
-        name: evaluate(case, options.model, options.problems, folder / name.replace(" ", "-"))
+        name: evaluate(
+            evaluations, case, options.model, options.problems, folder / name.replace(" ", "-")
+        )
         for name, case in tqdm(cases.items(), "cases", file=sys.stderr)
     }
     report = {

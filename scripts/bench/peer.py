@@ -129,11 +129,14 @@ class Idle:
         return round(self.cpu / self.seconds, 3) if self.seconds else 0.0
 
 
-def fastest(workers: Mapping[str, Worker], folder: str) -> tuple[Worker, dict[str, Any]]:
+def fastest(
+    workers: Mapping[str, Worker], folder: str, dtype: str = "bfloat16"
+) -> tuple[Worker, dict[str, Any]]:
     """transformers with the weights in `folder`, its threads waiting in the way (of WAITING) that
     is faster here; how it was set up."""
     threads = {
-        worker.ask("load", folder=folder, threads=cores())["threads"] for worker in workers.values()
+        worker.ask("load", folder=folder, threads=cores(), dtype=dtype)["threads"]
+        for worker in workers.values()
     }
     seconds = alternate(
         {

@@ -66,12 +66,13 @@ def measure(
     rounds: int,
     seed: int,
     say: Callable[[str], None],
+    make_run: Callable[[LoadedModel, int, int, int, int], Run] = Run,
 ) -> dict[str, Any]:
     """All numbers of workers over one length of history. The first turn of each side warms it up
     and is not timed."""
     say("compile")
     begin = time.perf_counter()
-    runs = {n: Run(model, n, history, steps, seed) for n in workers}
+    runs = {n: make_run(model, n, history, steps, seed) for n in workers}
     with ThreadPoolExecutor(cores()) as pool:
         for done in [pool.submit(run.compile) for run in runs.values()]:
             done.result()

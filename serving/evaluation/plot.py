@@ -2,12 +2,13 @@
 
 import importlib.util
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxshare.serving.evaluation.scoring import Point
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which are distinct for colour-blind readers too.
@@ -29,38 +30,69 @@ def accuracy_picture(lines: Mapping[str, Sequence[Point]], title: str) -> "Figur
       lines: points in ascending order of their budgets, by their label in the legend.
       title: of the picture.
     """
+    figure, [axes] = panels(1)
+    draw_accuracy(axes, lines, title)
+    return figure
+
+
+def panels(count: int) -> "tuple[Figure, Sequence[Axes]]":
+    """A figure with axes side by side, each of the size of a picture of its own."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(6.4 * count, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for (name, line), color, marker in zip(
-        lines.items(), itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False
-    ):
-        budgets = [point.budget for point in line]
+    return figure, figure.subplots(1, count, squeeze=False)[0]
+
+
+def styles(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """A colour and a marker for each name."""
+    return {
+        name: {"color": color, "marker": marker}
+        for name, color, marker in zip(
+            names, itertools.cycle(_COLORS), itertools.cycle(_MARKERS), strict=False
+        )
+    }
+
+
+def draw_accuracy(
+    axes: "Axes",
+    lines: Mapping[str, Sequence[Point]],
+    title: str,
+    seconds: Mapping[str, Mapping[int, float]] | None = None,
+) -> None:
+    """Draws a line for each name, with its interval as a band.
+
+    Args:
+      axes: to draw on.
+      lines: points in ascending order of their budgets, by their label in the legend.
+      title: of the axes.
+      seconds: for each line the seconds that its budgets take, which are the horizontal axis then;
+        by default that has the budgets.
+    """
+    for (name, line), style in zip(lines.items(), styles(lines).values(), strict=True):
+        places = [seconds[name][point.budget] if seconds else point.budget for point in line]
         axes.fill_between(
-            budgets,
+            places,
             [100 * point.low for point in line],
             [100 * point.high for point in line],
-            color=color,
+            color=style["color"],
             alpha=0.15,
             linewidth=0,
         )
         axes.plot(
-            budgets,
+            places,
             [100 * point.accuracy for point in line],
-            color=color,
-            marker=marker,
+            **style,
             markersize=5,
             label=name,
         )
     budgets = sorted({point.budget for line in lines.values() for point in line})
-    axes.set(title=title, xlabel="forward passes", ylabel="accuracy, %", ylim=(-3, 103))
-    if len(budgets) <= _MAX_TICKS:
+    along = "seconds" if seconds else "forward passes"
+    axes.set(title=title, xlabel=along, ylabel="accuracy, %", ylim=(-3, 103))
+    if not seconds and len(budgets) <= _MAX_TICKS:
         axes.set_xscale("log")
         axes.set_xticks(budgets, labels=[str(budget) for budget in budgets])
         axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
-    return figure

@@ -122,19 +122,27 @@ class Scorer:
             return (False,), "there is no program"
         key = problem.id, program
         if key not in self._verdicts:
-            self._verdicts[key] = self._verdict(problem, program)
+            self._verdicts[key] = judged(problem, program, self._limits)
         return (self._verdicts[key].passed,), self._verdicts[key].error
 
-    def _verdict(self, problem: Problem, program: str) -> Verdict:
-        if problem.cases is not None:
-            return run_cases(
-                program,
-                problem.cases.read(),
-                self._limits,
-                function=problem.cases.function,
-                preamble=problem.preamble,
-            )
-        return run_tests(program, problem.tests or "", self._limits, preamble=problem.preamble)
+
+def judged(problem: Problem, program: str, limits: Limits = Limits()) -> Verdict:
+    """The verdict of a problem's tests or cases on a program.
+
+    Args:
+      problem: whose answer is a program.
+      program: Python code, which runs in the sandbox.
+      limits: of it.
+    """
+    if problem.cases is not None:
+        return run_cases(
+            program,
+            problem.cases.read(),
+            limits,
+            function=problem.cases.function,
+            preamble=problem.preamble,
+        )
+    return run_tests(program, problem.tests or "", limits, preamble=problem.preamble)
 
 
 def right_answers(
@@ -320,19 +328,21 @@ def _first(line: Sequence[Point], accuracy: float) -> float | None:
     return None
 
 
-def table(points: Sequence[Point]) -> str:
+def cell(point: Point) -> str:
+    """An accuracy in percent with its interval: "83.3 (67-93)"."""
+    return f"{100 * point.accuracy:.1f} ({100 * point.low:.0f}-{100 * point.high:.0f})"
+
+
+def table(points: Sequence[Point], method: str = "workers") -> str:
     """A table of accuracy in percent with its interval.
 
-    It has a row per budget and a column per number of workers.
+    It has a row per budget and a column per number of workers, or of streams of another method.
     """
     workers, budgets = (
         sorted({getattr(point, name) for point in points}) for name in ("workers", "budget")
     )
-    cells: Mapping[tuple[int, int], str] = {
-        (p.workers, p.budget): f"{100 * p.accuracy:.1f} ({100 * p.low:.0f}-{100 * p.high:.0f})"
-        for p in points
-    }
-    header = ["passes", *(f"{count} worker{'s' * (count > 1)}" for count in workers)]
+    cells: Mapping[tuple[int, int], str] = {(p.workers, p.budget): cell(p) for p in points}
+    header = ["passes", *(label(method, count) for count in workers)]
     rows = [
         [str(budget), *(cells.get((count, budget), "") for count in workers)] for budget in budgets
     ]

@@ -2,7 +2,8 @@
 in on stdin, out on stdout.
 
     (at the start)                                 -> versions
-    {"do": "load", "folder": PATH, "threads": N}   -> threads
+    {"do": "load", "folder": PATH, "threads": N, "dtype": NAME, "device": NAME}
+                                                   -> threads; by default bfloat16, on the CPU
     {"do": "prefill", "tokens": [[...], ...], "copies": N}
                                                    -> seconds; tokens and near, as for trace, of the prompts' ends; N rows hold
                                                       a copy each of what was computed of a prompt (default 1)
@@ -25,14 +26,20 @@ from scripts.bench.peers.conversation import Conversation
 class Session:
     """The model, and the batch that is being decoded."""
 
-    def load(self, folder: str, threads: int) -> dict[str, Any]:
+    def load(
+        self, folder: str, threads: int, dtype: str = "bfloat16", device: str = "cpu"
+    ) -> dict[str, Any]:
         import torch
         import transformers
 
         torch.set_num_threads(threads)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, attn_implementation="sdpa"
-        ).eval()
+        self.model = (
+            transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            )
+            .eval()
+            .to(device)
+        )
         self.prefill([[0] * 64])  # what is set up at the first use is not to be measured
         self.step(2)
         return {"threads": torch.get_num_threads()}
@@ -42,7 +49,7 @@ class Session:
         from transformers import DynamicCache
 
         self.cache = None  # the last batch's memory is free before this one's is asked for
-        ids = torch.tensor(tokens)
+        ids = torch.tensor(tokens, device=self.model.device)
         begin = time.perf_counter()
         self.cache = DynamicCache(config=self.model.config)
         logits = self.feed(ids)
@@ -57,6 +64,7 @@ class Session:
         begin = time.perf_counter()
         for _ in range(steps):
             self.token = self.feed(self.token).argmax(-1, keepdim=True)
+        self.token.tolist()  # a GPU has done all of it then
         return {"seconds": time.perf_counter() - begin}
 
     def trace(self, steps: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Speaks as torch_decode.py does, of which `load` and `step` are, and answers furt
 
     {"do": "fill", "rows": R, "tokens": N}          -> bytes of a cache that holds N random tokens for each row
     {"do": "turn", "steps": N}                      -> seconds of so many decode steps over it; each turn begins with the same cache
-    {"do": "prepare", "rows": R, "heads": H, "kv_heads": K, "head_dim": D, "tokens": N}
-                                                    -> bytes of random keys and values for the attention of one layer
+    {"do": "prepare", "rows": R, "heads": H, "kv_heads": K, "head_dim": D, "tokens": N, "device": NAME}
+                                                    -> bytes of random keys and values for the attention of one layer; by default on the CPU
     {"do": "attend", "times": N}                    -> seconds of so many calls of scaled_dot_product_attention over them
     {"do": "release"}                               -> frees all of that
 """
@@ -32,10 +32,13 @@ class Session(torch_decode_worker.Session):
             # Copies of one row's: the time does not depend on the numbers, and random ones are slow
             # to make.
             keys, values = (
-                torch.randn(shape, dtype=self.model.dtype).repeat(rows, 1, 1, 1) for _ in range(2)
+                torch.randn(shape, dtype=self.model.dtype, device=self.model.device).repeat(
+                    rows, 1, 1, 1
+                )
+                for _ in range(2)
             )
             self.cache.update(keys, values, layer)
-        self.token = torch.ones(rows, 1, dtype=torch.int64)
+        self.token = torch.ones(rows, 1, dtype=torch.int64, device=self.model.device)
         return {
             "bytes": 2
             * rows
@@ -52,14 +55,21 @@ class Session(torch_decode_worker.Session):
         return self.step(steps)
 
     def prepare(
-        self, rows: int, heads: int, kv_heads: int, head_dim: int, tokens: int
+        self,
+        rows: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        tokens: int,
+        device: str = "cpu",
     ) -> dict[str, Any]:
         import torch
 
         self.release()
-        self.query = torch.randn(rows, heads, 1, head_dim, dtype=torch.bfloat16)
+        how: Any = {"dtype": torch.bfloat16, "device": device}
+        self.query = torch.randn(rows, heads, 1, head_dim, **how)
         self.keys, self.values = (
-            torch.randn(1, kv_heads, tokens, head_dim, dtype=torch.bfloat16).repeat(rows, 1, 1, 1)
+            torch.randn(1, kv_heads, tokens, head_dim, **how).repeat(rows, 1, 1, 1)
             for _ in range(2)
         )
         return {"bytes": 2 * self.keys.nbytes}
@@ -69,9 +79,10 @@ class Session(torch_decode_worker.Session):
 
         begin = time.perf_counter()
         for _ in range(times):
-            torch.nn.functional.scaled_dot_product_attention(
+            out = torch.nn.functional.scaled_dot_product_attention(
                 self.query, self.keys, self.values, enable_gqa=True
             )
+        out[0, 0, 0, 0].item()  # a GPU has done all of it then
         return {"seconds": time.perf_counter() - begin}
 
     def release(self) -> dict[str, Any]:

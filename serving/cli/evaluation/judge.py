@@ -26,7 +26,7 @@ from jaxshare.serving.cli import arguments
 from jaxshare.serving.evaluation import judge
 from jaxshare.serving.evaluation.folder import RUNS, read_settings
 from jaxshare.serving.evaluation.judge import Endpoint, Grading, JudgeError
-from jaxshare.serving.evaluation.runs import Run
+from jaxshare.serving.evaluation.runs import Run, label
 from jaxshare.serving.locks import OutputLock
 
 SETTINGS, GRADINGS, RESULT = "judge.json", "gradings.jsonl", "collaboration.json"
@@ -122,8 +122,10 @@ def run(options: argparse.Namespace) -> int:
         before = len(gradings)
         pending = {key: run for key, run in keys.items() if key not in done}
         gradings += _grade(endpoint, pending, file, options.prefix_tokens, before)
+    method = read_settings(folder)["method"]
     result = {
         "settings": settings,
+        "method": method,
         "levels": judge.average_levels(gradings),
         "gradings": len(gradings),
         "from_before": before,
@@ -135,7 +137,8 @@ def run(options: argparse.Namespace) -> int:
         print("level of collaboration, 1 to 6")
         for level in result["levels"]:
             error = "" if level["standard_error"] is None else f" +- {level['standard_error']:.2f}"
-            print(f"{level['workers']} workers: {level['level']:.2f}{error} ({level['runs']} runs)")
+            who = label(method, level["workers"])
+            print(f"{who}: {level['level']:.2f}{error} ({level['runs']} runs)")
     jsonl.write(folder / RESULT, [jsonl.line(result)], _AGAIN)
     return 0
 

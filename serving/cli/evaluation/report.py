@@ -26,6 +26,18 @@ _GOAL = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the limits of judged programs, the place of the data sets, and other evaluations."""
+    add_marking_arguments(parser)
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="draw the lines of another evaluation of the same problems too; can be given again",
+    )
+
+
+def add_marking_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the limits of judged programs, and the place of the data sets."""
     parser.add_argument(
         "--test-seconds",
@@ -46,13 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the folder of the data sets as they are published, or the task's one file (default "
         f"${DATA_VARIABLE})",
-    )
-    parser.add_argument(
-        "--beside",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="draw the lines of another evaluation of the same problems too; can be given again",
     )
 
 
@@ -169,7 +174,8 @@ def _write(
     Raises:
       ValueError: one of them cannot be written.
     """
-    jsonl.write(folder / TABLE, [scoring.table(points).encode() + b"\n"], AGAIN)
+    table = scoring.table(points, settings["method"])
+    jsonl.write(folder / TABLE, [table.encode() + b"\n"], AGAIN)
     lines = scoring.lines(settings["method"], points)
     for others in beside:
         lines |= others
@@ -198,7 +204,7 @@ def _print(
     if as_json:
         print(json.dumps(result))
         return
-    table = scoring.table(points)
+    table = scoring.table(points, settings["method"])
     print(
         f"accuracy in percent, with its interval of 95%, over {points[0].problems} "
         f"problems\n{table}"

@@ -100,6 +100,8 @@ def read_files(
     make: Callable[[Line], Problem],
     advice: str,
     wanted: Callable[[Line], bool] = lambda line: True,
+    *,
+    fewer: bool = False,
 ) -> Task:
     """Reads the first problems of files; a problem without an id has its line number as id.
 
@@ -111,6 +113,7 @@ def read_files(
       make: makes a problem of a line.
       advice: what a line must have, in words, for a file without one that can be run.
       wanted: says of a line whether it is a problem of the task.
+      fewer: files may have fewer problems than `samples`, but at least one.
 
     Raises:
       ValueError: a file that cannot be read, or too few problems.
@@ -144,7 +147,7 @@ def read_files(
         raise ValueError(
             f"no line of the task file {paths[0]} can be run{first}; give at least one {advice}"
         )
-    if samples is not None:
+    if samples is not None and not fewer:
         check_enough(name, samples, len(problems))
     return Task(name, (*problems.values(),), tokens([*problems.values()]), (*bad_lines,))
 

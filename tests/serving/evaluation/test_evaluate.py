@@ -332,6 +332,8 @@ def test_the_table():
         "    64      5.0 (0-54)  33.5 (10-77)",
         "   128  100.0 (50-100)              ",
     ]
+    assert scoring.table(found[:1], "sequential").split()[:2] == ["passes", "sequential"]
+    assert scoring.table(found[2:], "self-consistency").startswith("passes  self-consistency, 2\n")
 
 
 # whole evaluations, of a stand-in

@@ -457,6 +457,14 @@ def test_three_gradings_of_every_run_of_two_workers(command, server, folder, mon
     assert not any("secret" in path.read_text() for path in folder.iterdir())
 
 
+def test_streams_of_self_consistency_are_not_called_workers(command, folder):
+    settings = {"format": "jaxshare evaluation 2", "settings": {"method": "self-consistency"}}
+    (folder / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
+    assert command()[1].splitlines()[1:] == ["self-consistency, 2: 3.00 +- 0.00 (2 runs)"]
+    found = json.loads((folder / "collaboration.json").read_text())
+    assert found["method"] == "self-consistency" and found["levels"][0]["workers"] == 2
+
+
 def test_gradings_that_came_in_are_kept_and_not_asked_for_again(command, server, folder):
     server.replies = ["Level: 2", "Level: 4", (500, b"", {})]
     code, out, err = command("--attempts", "2")

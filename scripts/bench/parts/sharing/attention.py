@@ -174,6 +174,7 @@ def measure(
                 kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
                 tokens=prefix + suffix,
+                device="cuda" if jax.default_backend() == "gpu" else "cpu",
             )
             worker.ask("attend", times=1)
             times = repeats(worker.ask("attend", times=1)["seconds"])

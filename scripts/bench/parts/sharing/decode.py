@@ -15,9 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxshare import DecodeState, KVCache, Layout, decode, make_plan
+from jaxshare import DecodeState, KVCache, Layout, Plan, cpu, decode, make_plan
+from jaxshare.arena import append_tokens
 from jaxshare.models import Decoder, LoadedModel, ModelConfig
+from jaxshare.models.adapters.low_rank import of_rows
+from jaxshare.models.decoder_layer import Layer
+from jaxshare.models.tensor_parallel import ShardedDecoder
 from jaxshare.serving import Branches, Costs
+from jaxshare.serving.inputs import cache_dtype
 from scripts.bench.lib import alternate, cores, ratios
 from scripts.bench.parts.sharing.attention import (
     NO_ATTENTION,
@@ -48,19 +53,34 @@ class AttentionFree(Decoder):
     (Hydragen section 4.1).
     """
 
-    def __call__(
+    def _pass(
         self, tokens: Array, count: Array, cache: KVCache, layout: Layout
-    ) -> tuple[Array, KVCache]:
-        plan = make_plan(cache, layout, count, tokens.shape[1])
+    ) -> tuple[Array, KVCache, Plan]:
+        plan, mla = make_plan(cache, layout, count, tokens.shape[1]), self.config.mla
+        real = jnp.arange(tokens.shape[1]) < plan.count[:, None]
+        x, keys, values = self._embed(tokens), [*cache.keys], [*cache.values]
 
         def attend(layer: int, q: Array, k: Array, v: Array, sinks: Array | None) -> Array:
-            nonlocal cache
-            cache = cache.append(layer, k, v, plan)
-            return q
+            new = keys[layer], values[layer], k, v, plan
+            appended = cpu.append_tokens(*new, self.implementation) or append_tokens(*new)
+            keys[layer], values[layer] = appended
+            return q if mla is None else q[..., mla.rope_dim :]  # of a latent's size
 
-        last = jnp.maximum(plan.count - 1, 0)
-        x = jnp.take_along_axis(self._trunk(tokens, attend), last[:, None, None], axis=1)[:, 0]
-        return self._logits(x), cache.advance(plan)
+        for i, form in enumerate(self.config.layer_forms):
+            layer = Layer(self.config, self.axis, self.implementation, form, parent=None)
+            params, adapters = self._variables_of(i, layout)
+            variables = {"params": params} | of_rows(adapters)
+            x: Any = layer.apply(variables, x, functools.partial(attend, i), real)
+        cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+        return self.norm(x), cache.advance(plan), plan
+
+
+class AttentionFreeSharded(ShardedDecoder):
+    """`AttentionFree` over a mesh."""
+
+    def _local(self) -> Decoder:
+        local = super()._local()
+        return AttentionFree(local.config, local.implementation, local.axis, local.vocab_axis)
 
 
 class AttentionFreeModel(LoadedModel):
@@ -73,29 +93,10 @@ class AttentionFreeModel(LoadedModel):
         )
 
     @property
-    def module(self) -> Decoder:
-        return AttentionFree(self.config)
-
-    def forward(
-        self, tokens: Any, count: Any, cache: KVCache, layout: Layout, *, every: bool = False
-    ) -> tuple[Array, KVCache]:
-        if every:
-            raise NotImplementedError("only the logits of each row's last token are given")
-        return _forward(
-            self.module,
-            self.params,
-            jnp.asarray(tokens, jnp.int32),
-            jnp.asarray(count, jnp.int32),
-            cache,
-            layout,
-        )
-
-
-@functools.partial(jax.jit, static_argnames=("module",), donate_argnames=("cache",))
-def _forward(
-    module: Decoder, params: Any, tokens: Array, count: Array, cache: KVCache, layout: Layout
-) -> tuple[Array, KVCache]:
-    return module.apply(params, tokens, count, cache, layout)  # pyright: ignore[reportReturnType]
+    def module(self) -> Decoder | ShardedDecoder:
+        if self.mesh is None:
+            return AttentionFree(self.config)
+        return AttentionFreeSharded(self.config, self.mesh)
 
 
 def first_layers(model: LoadedModel, layers: int) -> LoadedModel:
@@ -132,7 +133,9 @@ class Decoding:
         layout = Layout.from_blocks(
             [[0, 1 + r] for r in range(rows)] if shared else [[r] for r in range(rows)]
         )
-        cache = fill(KVCache.create(model.config, capacities), lengths, seed)
+        dtype = cache_dtype(model)
+        cache = KVCache.create(model.config, capacities, dtype, mesh=model.mesh)
+        cache = fill(cache, lengths, seed)
         self._lengths = np.asarray(lengths, np.int32)
         self.state = DecodeState.create(
             cache,

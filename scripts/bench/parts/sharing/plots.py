@@ -46,9 +46,10 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
     return written
 
 
-def _figure(
+def make_figure(
     panels: int, height: float = 3.4, *, one_scale: bool = True
 ) -> tuple[Any, Sequence[Any]]:
+    """A figure, and its panels side by side, which have one scale or each its own."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -57,8 +58,8 @@ def _figure(
     return figure, figure.subplots(1, panels, sharey=one_scale, squeeze=False)[0]
 
 
-def _powers(axis: Any, values: Sequence[int]) -> None:
-    """A logarithmic axis with the values that were measured as its marks."""
+def powers(axis: Any, values: Sequence[int]) -> None:
+    """Gives a logarithmic axis the values that were measured as its marks."""
     axis.set_ticks(values, labels=[f"{v // 1024}K" if v % 1024 == 0 else str(v) for v in values])
     axis.minorticks_off()
 
@@ -67,7 +68,7 @@ def _attention(points: Sequence[Mapping[str, Any]]) -> Any:
     """GFLOP/s over the length of the prefix, a panel for each number of rows; long suffixes
     dotted."""
     rows, suffixes = (sorted({p[name] for p in points}) for name in ("rows", "suffix"))
-    figure, panels = _figure(len(rows))
+    figure, panels = make_figure(len(rows))
     for axes, count in zip(panels, rows, strict=True):
         here = [p for p in points if p["rows"] == count]
         for suffix, line in zip(suffixes, ("-", ":"), strict=False):
@@ -89,17 +90,17 @@ def _attention(points: Sequence[Mapping[str, Any]]) -> Any:
         product = {p["prefix"]: p["product_gflops"] for p in here}
         axes.plot(product.keys(), product.values(), **_CEILING, label="large products")
         axes.set(title=f"{count} rows", xscale="log", yscale="log", xlabel="prefix, tokens")
-        _powers(axes.xaxis, sorted(product))
+        powers(axes.xaxis, sorted(product))
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("GFLOP/s of one layer's attention")
-    _legend(figure, panels)
+    legend(figure, panels)
     return figure
 
 
 def _end_to_end(points: Sequence[Mapping[str, Any]]) -> Any:
     """Tokens a second over the batch, a panel for each length of the prefix."""
     prefixes = sorted({p["prefix"] for p in points})
-    figure, panels = _figure(len(prefixes))
+    figure, panels = make_figure(len(prefixes))
     for axes, prefix in zip(panels, prefixes, strict=True):
         here = [p for p in points if p["prefix"] == prefix]
         for name in (NO_ATTENTION, SHARED, UNSHARED, THEIRS):
@@ -118,16 +119,16 @@ def _end_to_end(points: Sequence[Mapping[str, Any]]) -> Any:
                     label=name,
                 )
         axes.set(title=f"prefix of {prefix}", xscale="log", yscale="log", xlabel="batch")
-        _powers(axes.xaxis, sorted({p["batch"] for p in here}))
+        powers(axes.xaxis, sorted({p["batch"] for p in here}))
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("tokens a second")
-    _legend(figure, panels)
+    legend(figure, panels)
     return figure
 
 
 def _needles(found: Mapping[str, Any]) -> Any:
     """Seconds over the number of questions."""
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = make_figure(1)
     for name in (UNSHARED, SHARED, NO_ATTENTION):
         if seconds := found["seconds"].get(name):
             axes.plot(
@@ -145,7 +146,7 @@ def _needles(found: Mapping[str, Any]) -> Any:
         xlabel="questions",
         ylabel="seconds",
     )
-    _powers(axes.xaxis, found["questions"])
+    powers(axes.xaxis, found["questions"])
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
@@ -153,7 +154,7 @@ def _needles(found: Mapping[str, Any]) -> Any:
 
 def _levels(found: Mapping[str, Any]) -> Any:
     """Seconds of all completions."""
-    figure, (axes,) = _figure(1, 2.4)
+    figure, (axes,) = make_figure(1, 2.4)
     names = list(found["sides"])
     bars = axes.barh(
         names,
@@ -179,7 +180,7 @@ def _rule(points: Sequence[Mapping[str, Any]]) -> Any:
         for p in points
     }
     rule = list(points[0]["chosen"])[-1]
-    figure, (axes,) = _figure(1, 3.8)
+    figure, (axes,) = make_figure(1, 3.8)
     # On a logarithmic scale, so that twice as fast and half as fast are as far from white.
     grid = [[math.log2(gain.get((r, p), math.nan)) for p in prefixes] for r in rows]
     limit = max(0.5, *(abs(math.log2(g)) for g in gain.values()))
@@ -208,7 +209,7 @@ def _rule(points: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def _legend(figure: Any, panels: Sequence[Any]) -> None:
+def legend(figure: Any, panels: Sequence[Any]) -> None:
     """One legend for all panels, under them."""
     entries = {
         label: handle

@@ -29,8 +29,8 @@ def summarise(
     """Medians over rounds of each side's time for one pass, and of each round's ratios.
 
     Args:
-      times: seconds for one pass in every round, by number of workers and side; PASS, PLAN and
-        ATTENTION of all, PASS of 1 among them.
+      times: seconds for one pass in every round, by number of workers and side; PASS and PLAN of
+        all, PASS of 1 among them. Where ATTENTION was not timed, it is None.
     """
     found = {}
     for n in sorted({n for n, _ in times}):
@@ -41,7 +41,9 @@ def summarise(
             "to_one_worker": ratios(own, times[1, PASS]),
             "plan_microseconds": statistics.median(times[n, PLAN]) * 1e6,
             "plan_to_pass": ratios(times[n, PLAN], own),
-            "attention_microseconds_a_layer": statistics.median(times[n, ATTENTION]) / layers * 1e6,
+            "attention_microseconds_a_layer": statistics.median(times[n, ATTENTION]) / layers * 1e6
+            if (n, ATTENTION) in times
+            else None,
             "round_seconds": own,
         }
         if (n, THEIRS) in times:

@@ -61,15 +61,30 @@ class Run:
     of its parts alone.
 
     The parts are timed in loops of their own inside jit, as the decode loop runs them.
+
+    Args:
+      cache: as `random_cache` makes it, which is the default.
+      attends: time the attention alone, which is that of a model whose layers all see all keys.
     """
 
-    def __init__(self, model: LoadedModel, workers: int, history: int, steps: int, seed: int):
+    def __init__(
+        self,
+        model: LoadedModel,
+        workers: int,
+        history: int,
+        steps: int,
+        seed: int,
+        *,
+        cache: KVCache | None = None,
+        attends: bool = True,
+    ):
         self.model, self.workers, self.steps, self.seed = model, workers, steps, seed
-        cache = random_cache(model, workers, history, seed)
+        self.attends = attends
+        cache = random_cache(model, workers, history, seed) if cache is None else cache
         self.lengths = np.asarray(cache.lengths)
         self.state = DecodeState.create(
             cache,
-            combined(workers),
+            model.adapted(combined(workers)),
             [[1]] * workers,
             vocab_size=model.config.vocab_size,
             max_new_tokens=steps + 2,
@@ -81,13 +96,15 @@ class Run:
             lambda params, state: decode(self.model.module, params, state, passes=self.steps),
             donate_argnums=1,
         )
-        self.loop = loop.lower(self.model.params, self.state).compile()
+        self.loop = loop.lower(self.model.variables, self.state).compile()
         self.plans = jax.jit(plan_many_times).lower(self.state.cache, self.state.layout).compile()
+        if not self.attends:
+            return
         config = self.model.config
         self.q = jax.random.normal(
             jax.random.key(self.seed),
             (self.workers, 1, config.num_heads, config.head_dim),
-            jnp.bfloat16,
+            self.model.dtype,
         )
         plan = self.plans(self.state.cache, self.state.layout)
         self.attentions = jax.jit(attend_many_times).lower(self.q, self.state.cache, plan).compile()
@@ -102,7 +119,7 @@ class Run:
             )
         )
         begin = time.perf_counter()
-        self.state = jax.block_until_ready(self.loop(self.model.params, state))
+        self.state = jax.block_until_ready(self.loop(self.model.variables, state))
         return time.perf_counter() - begin
 
     def plan(self) -> float:
@@ -123,7 +140,7 @@ class Run:
         return {
             PASS: lambda: self.step() / self.steps,
             PLAN: lambda: self.plan() / PLANS,
-            ATTENTION: lambda: self.attend() / ATTENTIONS,
+            **({ATTENTION: lambda: self.attend() / ATTENTIONS} if self.attends else {}),
         }
 
     def check(self, turns: int) -> None:
