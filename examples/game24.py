@@ -169,9 +169,12 @@ async def solve(puzzle):
 
 
 @agent
-async def solve_all(puzzles):
-    """All puzzles at once: their model calls run together. Of each its expression, or None."""
-    children = [spawn(solve, puzzle) for puzzle in puzzles]
+async def solve_all(puzzles, solver=None):
+    """All puzzles at once: their model calls run together. Of each its expression, or None.
+
+    Another solver is `solve` under another supervisor.
+    """
+    children = [spawn(solver or solve, puzzle) for puzzle in puzzles]
     found = []
     for child in children:
         try:

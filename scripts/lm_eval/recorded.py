@@ -5,6 +5,7 @@ Imported by both sides of the comparison, each in an environment of its own.
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 TASKS = ("shared_choices", "shared_pages", "shared_answers", "shared_starts")
 
 
-def evaluate(model: Any, folder: Path) -> dict[str, Any]:
-    """Runs the tasks of a folder.
+def evaluate(model: Any, folder: Path, tasks: Sequence[str] = TASKS) -> dict[str, Any]:
+    """Runs tasks of a folder.
 
     Args:
       model: for lm_eval.
       folder: with the folder `tasks`.
+      tasks: their names.
 
     Returns:
       `requests`, with the kind, the arguments and the result of each; `metrics` of each task, and
@@ -52,7 +54,7 @@ def evaluate(model: Any, folder: Path) -> dict[str, Any]:
     try:
         manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
         results: Any = lm_eval.simple_evaluate(
-            model, tasks=[*TASKS], task_manager=manager, bootstrap_iters=0, log_samples=False
+            model, tasks=[*tasks], task_manager=manager, bootstrap_iters=0, log_samples=False
         )
     finally:
         os.chdir(here)

@@ -84,15 +84,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         refuse_engine(
             options, f"{there} has none", "leave --endpoint out to run the model of --model here"
         )
-    if options.max_concurrency is not None and options.max_concurrency < 1:
-        raise ValueError(
-            f"--max-concurrency is {options.max_concurrency}; at least one call is under way"
-        )
-    if options.resample is not None and options.logits_cache is None:
-        raise ValueError(
-            f"--resample is {options.resample}, but there is no Logits Cache; give --logits-cache "
-            "SIZE, too"
-        )
+    made = check_engine(options)
     for option, given in (("--resume", options.resume), ("--answer", options.answer)):
         if given and options.journal is None:
             raise ValueError(f"{option} is given without --journal; give the journal of the run")
@@ -104,6 +96,24 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"--journal is {options.journal!r}, which has a run already; give --resume to go on "
             "with it, or another --journal"
+        )
+    return made
+
+
+def check_engine(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of the engine, after a check of the options of `add_engine`.
+
+    Raises:
+      ValueError: one of them is wrong or lacks another one.
+    """
+    if options.max_concurrency is not None and options.max_concurrency < 1:
+        raise ValueError(
+            f"--max-concurrency is {options.max_concurrency}; at least one call is under way"
+        )
+    if options.resample is not None and options.logits_cache is None:
+        raise ValueError(
+            f"--resample is {options.resample}, but there is no Logits Cache; give --logits-cache "
+            "SIZE, too"
         )
     made: dict[str, Any] = {
         name: arguments.parse_bytes(size, f"--{name.replace('_', '-')}")

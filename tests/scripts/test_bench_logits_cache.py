@@ -11,15 +11,21 @@ from jaxshare.models import LoadedModel
 from jaxshare.models.generation_config import Generation
 from scripts.bench import logits_cache as bench
 from scripts.bench.parts.engine import random_model as models
+from scripts.bench.parts.logits_cache import group, puzzles, replays, report
 from scripts.bench.parts.logits_cache.group import Request
+from scripts.bench.parts.logits_cache.report import SIDES
 from tests.helpers import TINY, tiny_params
 
 
 @pytest.mark.slow
 def test_stepwise_answers_are_the_baselines_and_come_out_of_the_cache_in_part():
     model = LoadedModel(TINY, tiny_params(), None, Generation())
-    with bench.engines_of(model, kept=8, kv_bytes=2**22, rows=2, always=True) as engines:
-        group = bench.run_group(
+    sizes, cache = (
+        {"kv_bytes": 2**22, "max_rows": 2},
+        {"logits_cache": 2**30, "kept_logits": 8},
+    )
+    with group.engines_of(model, sizes, cache, always=True) as engines:
+        found = group.run_group(
             engines,
             [[1, 2, 3], [4, 5]],
             puzzles=(0, 1),
@@ -28,14 +34,14 @@ def test_stepwise_answers_are_the_baselines_and_come_out_of_the_cache_in_part():
             turns=2,
             seed=0,
         )
-    assert len(group.requests) == 4 and all(
-        r.tokens["stepwise"] == r.tokens["baseline"] for r in group.requests
+    assert len(found.requests) == 4 and all(
+        r.tokens["stepwise"] == r.tokens["baseline"] for r in found.requests
     )
-    assert all(len(r.tokens[side]) == 12 for r in group.requests for side in bench.SIDES)
-    assert all(r.replayed["baseline"] == 0 < r.replayed["stepwise"] <= 12 for r in group.requests)
-    assert group.positions == 24 and group.bytes >= 24 * (12 * 8 + 16)
-    assert len(group.distances) == 2 and all(
-        0 <= each <= 1 for pair in group.distances for each in pair
+    assert all(len(r.tokens[side]) == 12 for r in found.requests for side in SIDES)
+    assert all(r.replayed["baseline"] == 0 < r.replayed["stepwise"] <= 12 for r in found.requests)
+    assert found.positions == 24 and found.bytes >= 24 * (12 * 8 + 16)
+    assert len(found.distances) == 2 and all(
+        0 <= each <= 1 for pair in found.distances for each in pair
     )
 
 
@@ -45,20 +51,20 @@ def request(seconds, replayed, same=True):
         0,
         0,
         tokens,
-        dict(zip(bench.SIDES, seconds, strict=True)),
-        dict(zip(bench.SIDES, replayed, strict=True)),
+        dict(zip(SIDES, seconds, strict=True)),
+        dict(zip(SIDES, replayed, strict=True)),
     )
 
 
 def test_whole_hits_are_counted_apart_and_the_goals_take_the_rest():
-    group = bench.Group(
+    found = group.Group(
         [request((10, 5, 2), (0, 5, 8)), request((10, 8, 0.1), (0, 2, 10), same=False)],
         positions=20,
         bytes=480,
         distances=[(0.1, 0.4), (0.3, 0.6)],
-        seconds={side: [1.0, 2.0] for side in bench.SIDES},
+        seconds={side: [1.0, 2.0] for side in SIDES},
     )
-    point = bench.summarise(0.2, [group], vocab=200)
+    point = replays.summarise(0.2, [found], vocab=200)
     stepwise, hotspot = point["sides"]["stepwise"], point["sides"]["hotspot"]
     assert stepwise["speedup"] == pytest.approx((2 + 1.25) / 2) and stepwise[
         "hit_ratio"
@@ -78,15 +84,15 @@ def test_whole_hits_are_counted_apart_and_the_goals_take_the_rest():
     )
     assert point["storage_of_full_logits"] == pytest.approx(480 / (20 * 200 * 4))
     assert point["hotspot_distance"] == pytest.approx({"position": 0.2, "sequence": 0.5})
-    whole = bench.summarise(
-        0.4, [bench.Group([request((10, 5, 1), (0, 5, 10))], 20, 480, [], group.seconds)], vocab=200
+    whole = replays.summarise(
+        0.4, [group.Group([request((10, 5, 1), (0, 5, 10))], 20, 480, [], found.seconds)], vocab=200
     )
     assert whole["sides"]["hotspot"]["speedup"] is None
     result = {"model": "random", "dtype": "float32", "points": [point, whole]}
-    assert bench.averages(result["points"])["hotspot"]["speedup"] == pytest.approx(5)
-    found = bench.goals([result])
-    assert [goal.met for goal in found] == [True, True, True, True, False]
-    assert [goal.measured for goal in found[2:4]] == pytest.approx([(2 + 1.25) / 2, 0.03])
+    assert report.averages(result["points"])["hotspot"]["speedup"] == pytest.approx(5)
+    goals = report.goals([result])
+    assert [goal.met for goal in goals] == [True, True, True, True, False]
+    assert [goal.measured for goal in goals[2:4]] == pytest.approx([(2 + 1.25) / 2, 0.03])
 
 
 def test_the_worst_search_counts_and_so_does_the_mean():
@@ -107,7 +113,7 @@ def test_the_worst_search_counts_and_so_does_the_mean():
         "points": [],
         "searches": [point(1.6, 3.0), point(1.2, 0.9)],
     }
-    found = {goal.name: (goal.measured, goal.met) for goal in bench.goals([result])}
+    found = {goal.name: (goal.measured, goal.met) for goal in report.goals([result])}
     mean = "embedded, sums: {} under supervisors, times the baseline's speed"
     assert found[mean.format("stepwise")] == (pytest.approx(1.4), True)
     assert found[mean.format("hotspot")] == (pytest.approx(1.95), False)
@@ -153,13 +159,13 @@ def test_the_random_model_is_certain_of_most_tokens_and_in_doubt_after_forks():
     }
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
     rare, often = (
-        bench.model_profile(
+        replays.model_profile(
             models.forking_model(0, dtype="float32", forks=forks, model=small), prompts, (), 0
         )
         for forks in (0.05, 0.6)
     )
     again = [
-        bench.model_profile(
+        replays.model_profile(
             models.forking_model(0, dtype="float32", rejoin=share, model=small), prompts, (), 0
         )
         for share in (0.0, 1.0)
@@ -175,13 +181,13 @@ def test_the_random_model_is_certain_of_most_tokens_and_in_doubt_after_forks():
 
 
 def test_puzzles_come_from_a_file_or_from_the_example(tmp_path):
-    assert bench.read_puzzles(None, 2, 0) == ["4 9 10 13", "1 1 4 6"]
+    assert puzzles.read_puzzles(None, 2, 0) == ["4 9 10 13", "1 1 4 6"]
     file = tmp_path / "game24.csv"
     file.write_text("Rank,Puzzles\n" + "".join(f"{i},{i} 2 3 4\n" for i in range(30)))
-    drawn = bench.read_puzzles(file, 5, 0)
-    assert len(set(drawn)) == 5 and drawn == bench.read_puzzles(file, 5, 0) != bench.read_puzzles(
-        file, 5, 1
-    )
+    drawn = puzzles.read_puzzles(file, 5, 0)
+    assert len(set(drawn)) == 5 and drawn == puzzles.read_puzzles(
+        file, 5, 0
+    ) != puzzles.read_puzzles(file, 5, 1)
 
 
 @pytest.mark.parametrize(

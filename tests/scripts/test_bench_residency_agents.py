@@ -110,7 +110,7 @@ def test_what_is_reported_is_what_the_words_say():
 
 def test_policies_that_come_to_different_ends_are_an_error():
     with pytest.raises(RuntimeError, match="repeat 1 under contribution has come to y"):
-        concurrent.summarise(runs_of(said="y"))
+        concurrent.check_ends(runs_of(said="y"))
 
 
 @pytest.mark.slow

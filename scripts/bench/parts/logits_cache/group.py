@@ -11,7 +11,6 @@ from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine import Completion, Engine
 from scripts.bench.lib import alternate
-from scripts.bench.parts.logits_cache.options import CACHE_BYTES
 from scripts.bench.parts.logits_cache.report import BASELINE, HOTSPOT, SIDES, STEPWISE
 
 
@@ -66,16 +65,16 @@ KEEPER = "keeper"
 
 @contextlib.contextmanager
 def engines_of(
-    model: LoadedModel, *, kept: int, kv_bytes: int, rows: int, always: bool = False
+    model: LoadedModel, sizes: Mapping[str, Any], cache: Mapping[str, int], *, always: bool = False
 ) -> Iterator[dict[str, Engine]]:
     """The engines of all sides, the same but that the baseline has no Logits Cache, and the keeper.
 
     Args:
-      model, kept, kv_bytes, rows: of the engines.
+      model: of all of them.
+      sizes: options of all of them.
+      cache: options of those that have a Logits Cache.
       always: whether the sides use the Logits Cache where it does not pay, too.
     """
-    sizes: dict[str, Any] = {"kv_bytes": kv_bytes, "max_rows": rows}
-    cache: dict[str, Any] = {"logits_cache": CACHE_BYTES, "kept_logits": kept}
     with contextlib.ExitStack() as stack:
         made = {BASELINE: Engine(model, **sizes)}
         for side in (STEPWISE, HOTSPOT, KEEPER):

@@ -1,31 +1,20 @@
 """The sizes and the command line of the benchmark of the Logits Cache."""
 
 import dataclasses
-import functools
-import importlib.util
-import os
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
-
-from jaxshare.models import LoadedModel
-from jaxshare.seeds import stream_seed
-from jaxshare.serving.evaluation.arithmetic import make_problem
-from jaxshare.serving.inputs import encode
-from scripts.bench.lib import (
-    ROOT,
-    Parser,
-)
+from scripts.bench.lib import Parser
 from scripts.bench.parts.engine.random_model import FORKS
+from scripts.bench.parts.logits_cache.puzzles import puzzle_file
 
 MODELS = ("embedded", "random")
 TASKS = ("game24", "sums")
 """The puzzles, and the embedded model's own problems, which the random model is not given."""
 SUPERVISORS = ("ToT", "BestOfN", "SelfConsistency", "MCTS")
 
+
+TEMPERATURES = "0.2,0.4,0.6,0.8,1.0"
 
 CACHE_BYTES = 2**30
 
@@ -60,58 +49,6 @@ FULL = {"embedded": Scale(100, 1, 64, 20), "random": Scale(100, 20, 256, 4)}
 
 
 QUICK = {"embedded": Scale(32, 8, 64, 4), "random": Scale(4, 4, 256, 2)}
-
-
-def read_puzzles(file: Path | None, count: int, seed: int) -> list[str]:
-    """`count` puzzles, drawn from a file, or the first of those in the example."""
-    example = _example()
-    numbers = (
-        [[*map(int, puzzle.split())] for puzzle in example.PUZZLES]
-        if file is None
-        else [*example.read(str(file))]
-    )
-    if file is None or len(numbers) <= count:
-        return [" ".join(map(str, each)) for each in numbers[:count]]
-    drawn = np.random.default_rng([seed, 1]).choice(len(numbers), count, replace=False)
-    return [" ".join(map(str, numbers[i])) for i in sorted(drawn)]
-
-
-def prompts_of(
-    model: LoadedModel, puzzles: Sequence[str], lengths: Sequence[int] | None, seed: int
-) -> list[list[int]]:
-    """The puzzles in the words of examples/game24.py; random tokens of these lengths where the
-    model has no tokenizer."""
-    if lengths is None:
-        example = _example()
-        return [
-            encode(model, example.PROPOSE.format(goal=example.GOAL, numbers=puzzle))
-            for puzzle in puzzles
-        ]
-    rng = np.random.default_rng([seed, 3])
-    same = rng.integers(0, model.config.vocab_size, max(lengths))
-    own = 16  # tokens of the puzzle, which begins with what all have in common
-    return [
-        [
-            *same[: max(0, n - own)].tolist(),
-            *rng.integers(0, model.config.vocab_size, min(n, own)).tolist(),
-        ]
-        for n in lengths
-    ]
-
-
-def sums_of(model: LoadedModel, count: int, seed: int) -> list[list[int]]:
-    """So many problems of the embedded model's own kind, as its tokens."""
-    rng = random.Random(stream_seed(seed, "sums"))
-    return [encode(model, make_problem(rng).prompt()) for _ in range(count)]
-
-
-@functools.cache
-def _example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("game24", ROOT / "examples" / "game24.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +108,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         help="logits that are kept of a distribution (default 64 and 256)",
     )
     parser.add_argument(
-        "--temperatures", metavar="T,T", help="(default 0.2,0.4,0.6,0.8,1.0; quick 0.2,1.0)"
+        "--temperatures", metavar="T,T", help=f"(default {TEMPERATURES}; quick 0.2,1.0)"
     )
     parser.add_argument("--tokens", type=int, help="of every answer (default 500; quick 100)")
     parser.add_argument(
@@ -215,26 +152,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     supervisors = parser.some_of(
         "--supervisors", given.supervisors or ",".join(SUPERVISORS), SUPERVISORS
     )
-    try:
-        temperatures = tuple(
-            map(
-                float,
-                (given.temperatures or ("0.2,1.0" if given.quick else "0.2,0.4,0.6,0.8,1.0")).split(
-                    ","
-                ),
-            )
-        )
-    except ValueError:
-        temperatures = ()
-    if (
-        not temperatures
-        or not all(0 < each < 100 for each in temperatures)
-        or len(set(temperatures)) < len(temperatures)
-    ):
-        parser.error(
-            f"--temperatures is {given.temperatures!r}, but it must be different numbers above 0 "
-            "with commas between, such as 0.2,1.0"
-        )
+    temperatures = temperatures_of(
+        parser, given.temperatures or ("0.2,1.0" if given.quick else TEMPERATURES)
+    )
     tokens = given.tokens if given.tokens is not None else 100 if given.quick else 500
     for name, value in (
         ("--puzzles", given.puzzles),
@@ -251,12 +171,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
             parser.error(f"{name} is {value}, but it must be from 0 to 1")
     if given.seed < 0:
         parser.error(f"--seed is {given.seed}, but it must be at least 0")
-    data = (
-        given.data
-        or Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data") / "game24.csv"
-    )
-    if given.data and not data.is_file():
-        parser.error(f"--data is {given.data}, but there is no such file")
+    data = puzzle_file(parser, given.data)
     parser.check_output(given.output)
     changed = {
         name: value
@@ -278,9 +193,23 @@ def parse(arguments: Sequence[str] | None) -> Options:
         given.forks,
         given.rejoin,
         given.dtype,
-        data if data.is_file() else None,
+        data,
         given.quick,
         given.seed,
         given.json,
         given.output,
     )
+
+
+def temperatures_of(parser: Parser, text: str) -> tuple[float, ...]:
+    """The temperatures that --temperatures names; ends the program where `text` is something else."""
+    try:
+        found = tuple(map(float, text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < each < 100 for each in found) or len({*found}) < len(found):
+        parser.error(
+            f"--temperatures is {text!r}, but it must be different numbers above 0 with commas "
+            "between, such as 0.2,1.0"
+        )
+    return found

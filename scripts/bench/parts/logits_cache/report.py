@@ -112,10 +112,11 @@ def as_text(report: Mapping[str, Any]) -> str:
         f"the first\n{where['cpu']}, {where['cores']} cores, load {where['load_average']} at the "
         f"start; jax {report['versions']['jax']}"
     ]
-    return "\n\n".join([*blocks, *map(_model_text, report["results"])])
+    return "\n\n".join([*blocks, *map(model_text, report["results"])])
 
 
-def _model_text(result: Mapping[str, Any]) -> str:
+def model_text(result: Mapping[str, Any]) -> str:
+    """The tables of one model, without the head of a report."""
     certain = result["profile"]
     means = [
         f"{side}: {_number(mean['speedup'])}x in the mean over temperatures "

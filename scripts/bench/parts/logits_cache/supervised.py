@@ -6,7 +6,7 @@ import contextlib
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxshare import Sampler
@@ -83,9 +83,15 @@ def search_point(
     kept: int,
     seed: int,
     always: bool = False,
+    engine: Mapping[str, Any] = {},
+    logits_cache: int = CACHE_BYTES,
 ) -> dict[str, Any]:
     """Searches for an answer to each prompt, on one side after the other; the first one is not timed.
     With `always` the Logits Cache is used where it does not pay, too.
+
+    Args:
+      engine: options of all engines, in place of those that follow from the sizes.
+      logits_cache: bytes of the Logits Cache.
 
     Returns:
       The supervisor, the temperature, the speed-up of each side in the mean over prompts and its
@@ -94,19 +100,11 @@ def search_point(
     # A level of the tree of thoughts fires two states four times.
     rows, longest = 8, max(map(len, prompts)) + 2 * tokens + 4 * GROWTH
     kv_bytes = bucket(2 * rows * longest) * token_bytes(model)  # alike for both tasks
+    sizes = {"kv_bytes": kv_bytes, "max_rows": rows, **engine}
+    cache = {"logits_cache": logits_cache, "kept_logits": kept, "resample_always": always}
     sampler = Sampler(temperature=temperature, forbidden=tuple(model.generation.stop_tokens))
-    with contextlib.ExitStack() as stack:
-        models = {
-            side: TokenModel(
-                stack.enter_context(_engine(model, side, kept, always, kv_bytes, rows)),
-                side,
-                sampler,
-                tokens,
-            )
-            for side in SIDES
-        }
-        for each in models.values():
-            each.engine.warm_up()
+    with _engines(model, sizes, cache) as engines:
+        models = {side: TokenModel(each, side, sampler, tokens) for side, each in engines.items()}
         said, seconds = ({side: [] for side in SIDES} for _ in range(2))
 
         def search(side: str, prompt: Sequence[int]) -> float:
@@ -135,6 +133,20 @@ def search_point(
     }
 
 
+@contextlib.contextmanager
+def _engines(
+    model: LoadedModel, sizes: Mapping[str, Any], cache: Mapping[str, Any]
+) -> Iterator[dict[str, Engine]]:
+    """The engine of each side, warm: the same for all, but that the baseline has no Logits Cache."""
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for side in SIDES:
+            more = {} if side == BASELINE else cache
+            made[side] = stack.enter_context(Engine(model, **sizes, **more))
+            made[side].warm_up()
+        yield made
+
+
 def _replayed(engine: Engine) -> int:
     """Tokens that the engine's Logits Cache has given, if it has one."""
     cache = engine.logits_cache
@@ -148,17 +160,3 @@ async def _search(
     searching = answers_twice.under(_MADE[supervisor]())
     done = await Runtime(model, seed=seed).run(searching, " ".join(map(str, prompt)))
     return {state.path: state.dialogue[-1].content for state in done.states if state.dialogue}
-
-
-def _engine(
-    model: LoadedModel, side: str, kept: int, always: bool, kv_bytes: int, rows: int
-) -> Engine:
-    """The engine of a side: the same for all, but that the baseline has no Logits Cache."""
-    cache: dict[str, Any] = {
-        "logits_cache": CACHE_BYTES,
-        "kept_logits": kept,
-        "resample_always": always,
-    }
-    if side == BASELINE:
-        cache = {}
-    return Engine(model, kv_bytes=kv_bytes, max_rows=rows, **cache)

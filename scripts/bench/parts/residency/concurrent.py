@@ -22,6 +22,7 @@ from jaxshare.models import LoadedModel, load
 from jaxshare.serving.agents import Reply, Runtime
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.profile_pictures import (
+    Shares,
     contribution_picture,
     profile_picture,
     workflow_picture,
@@ -97,6 +98,7 @@ class Measured:
       preemptions: of requests.
       calls: see `Timed`.
       said: what the agents came to.
+      contributions: see `EngineModel`, with seconds from the start of the run.
     """
 
     seconds: float
@@ -106,6 +108,7 @@ class Measured:
     preemptions: int
     calls: list[tuple[str, float, float]]
     said: Any
+    contributions: list[tuple[float, dict[str, float]]] = dataclasses.field(default_factory=list)
 
 
 def run(
@@ -118,6 +121,9 @@ def run(
     capacity: int,
     host: int,
     plots: Path | None = None,
+    most_calls: int | None = None,
+    resample: str | None = None,
+    **options: Any,
 ) -> Measured:
     """Runs the workflow on an engine of its own.
 
@@ -126,17 +132,14 @@ def run(
       seed: of texts and of samples.
       capacity, host: tokens on the accelerator and in host memory.
       plots: a folder for pictures of the run.
+      most_calls, resample: of `Runtime` and of `EngineModel`.
+      options: of the engine, beside these.
     """
     size = token_bytes(model)
-    with Engine(
-        model,
-        kv_bytes=capacity * size,
-        host_kv_bytes=host * size,
-        policy=policy,
-        max_rows=ROWS,
-    ) as engine:
-        timed = Timed(EngineModel(engine))
-        runtime = Runtime(timed, seed=seed)
+    options |= {"kv_bytes": capacity * size, "host_kv_bytes": host * size}
+    with Engine(model, policy=policy, max_rows=ROWS, **options) as engine:
+        timed = Timed(EngineModel(engine, resample=resample))
+        runtime = Runtime(timed, seed=seed, most_calls=most_calls)
         begin = time.perf_counter()
         done = asyncio.run(runtime.run(repairs, tasks, rounds, seed))
         seconds = time.perf_counter() - begin - engine.metrics.compile_seconds
@@ -145,14 +148,9 @@ def run(
     def count(name: str, **labels: str) -> int:
         return int(registry.get_sample_value(f"jaxshare_{name}_total", labels) or 0)
 
+    contributions = [(at - begin, {**shares}) for at, shares in timed.model.contributions]
     if plots is not None:
-        log = SearchLog.of(runtime)
-        for name, picture in {
-            "workflow": workflow_picture(log),
-            "profile": profile_picture(log),
-            "contributions": contribution_picture([*timed.model.contributions]),
-        }.items():
-            picture.savefig(plots / f"residency-{name}.png")
+        _draw(SearchLog.of(runtime), contributions, plots)
     to_host = count("evicted_tokens", to="host")
     return Measured(
         seconds,
@@ -166,7 +164,18 @@ def run(
         count("preemptions"),
         timed.calls,
         done.accepted.value if done.accepted else None,
+        contributions,
     )
+
+
+def _draw(log: SearchLog, contributions: Shares, plots: Path) -> None:
+    """Draws a run into a folder."""
+    for name, picture in {
+        "workflow": workflow_picture(log),
+        "profile": profile_picture(log),
+        "contributions": contribution_picture(contributions),
+    }.items():
+        picture.savefig(plots / f"residency-{name}.png")
 
 
 @dataclasses.dataclass
@@ -239,6 +248,7 @@ def measure(
             )
         names = ("ample", *policies)
         alternate({name: lambda name=name, sides=sides: sides.run(name) for name in names}, repeats)
+        check_ends(sides.runs)
         found.append(
             {
                 "tasks": tasks,
@@ -252,15 +262,8 @@ def measure(
     return found
 
 
-def summarise(runs: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
-    """For each policy what all repeats gave together, medians of times, and ratios to lru.
-
-    Args:
-      runs: for each policy the runs of every repeat; "lru" and "ample" are among them.
-
-    Raises:
-      RuntimeError: two policies have come to different ends.
-    """
+def check_ends(runs: Mapping[str, Sequence[Measured]]) -> None:
+    """Raises a RuntimeError where two policies have come to different ends; see `summarise`."""
     for name, own in runs.items():
         for repeat, (one, other) in enumerate(zip(own, runs["lru"], strict=True)):
             if one.said != other.said:
@@ -268,6 +271,14 @@ def summarise(runs: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
                     f"repeat {repeat} under {name} has come to {one.said}, and under lru to "
                     f"{other.said}; the policy must not change what is said"
                 )
+
+
+def summarise(runs: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
+    """For each policy what all repeats gave together, medians of times, and ratios to lru.
+
+    Args:
+      runs: for each policy the runs of every repeat; "lru" and "ample" are among them.
+    """
     totals = {
         name: sum((one.counts for one in own[1:]), own[0].counts) for name, own in runs.items()
     }
