@@ -13,7 +13,7 @@ from jaxshare.serving.evaluation.checkers.mathematics import Mathematician
 from jaxshare.serving.evaluation.scoring import Point, cell
 from scripts.papers.folder import PaperFolder
 from scripts.papers.hogwild_cases import result_of
-from scripts.papers.hogwild_figures import Line, Panel, panels_of
+from scripts.papers.hogwild_figures import FigureLine, Panel, panels_of
 from scripts.papers.hogwild_job import Job, Pictures, markdown, note, write
 
 Seconds = Mapping[str, Mapping[int, float]]
@@ -71,7 +71,7 @@ def evaluated(
         yield kept, panels
 
 
-def _run(job: Job, line: Line) -> None:
+def _run(job: Job, line: FigureLine) -> None:
     words = (*line.words, *job.where, "--out", str(job.out / line.folder), "--resume")
     try:
         job.incomplete |= bool(job.evaluations.evaluate(words))
@@ -91,7 +91,7 @@ def check(panels: Sequence[Panel], job: Job) -> None:
             Mathematician.check()
 
 
-def lines_of(panels: Sequence[Panel]) -> list[Line]:
+def lines_of(panels: Sequence[Panel]) -> list[FigureLine]:
     """The lines of all panels; those of several panels once."""
     return [*{line.folder: line for panel in panels for line in panel.lines}.values()]
 

@@ -170,7 +170,7 @@ _JUDGED_BUDGET = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class FigureLine:
     """A line of a figure: one evaluation.
 
     Attributes:
@@ -210,12 +210,12 @@ class Panel:
     task: str
     samples: int | None
     dates: str | None
-    lines: tuple[Line, ...]
+    lines: tuple[FigureLine, ...]
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> Self:
         """The panel that `dataclasses.asdict` has turned into JSON."""
-        lines = (Line(**{**line, "words": tuple(line["words"])}) for line in saved["lines"])
+        lines = (FigureLine(**{**line, "words": tuple(line["words"])}) for line in saved["lines"])
         return cls(**{**saved, "lines": tuple(lines)})
 
 
@@ -273,7 +273,7 @@ def _panel(figure: str, plan: PanelPlan, model: str, task: str, given: FigureSet
         words: Words = (model, "--task", task, *kind.words)
         words += ("--workers", str(kind.workers)) if kind.workers else ()
         words += (*common, *_asked(kind, given), *given.more, *_differing(kind, given))
-        lines.append(Line.of(kind, words, name))
+        lines.append(FigureLine.of(kind, words, name))
     title = f"{_TITLES.get(task, Path(task).stem)}, {short}"
     return Panel(title, model, task, samples, dates, tuple(lines))
 

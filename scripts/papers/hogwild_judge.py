@@ -20,7 +20,7 @@ from jaxshare.serving.evaluation import JudgeError, plot
 from jaxshare.serving.evaluation.judge_texts import LEVELS
 from scripts.papers import hogwild_accuracy as accuracy
 from scripts.papers.folder import PaperFolder
-from scripts.papers.hogwild_figures import Line, Panel
+from scripts.papers.hogwild_figures import FigureLine, Panel
 from scripts.papers.hogwild_job import Job, markdown, note, write
 
 _HUMAN = 'such as {"folder": "...", "problem": "1", "number": 0, "level": 4}'
@@ -41,7 +41,7 @@ def make(job: Job) -> None:
         finish(job, kept, panels, human)
 
 
-def _grade(job: Job, line: Line) -> None:
+def _grade(job: Job, line: FigureLine) -> None:
     try:
         job.evaluations.judge((str(job.out / line.folder), *job.options.judging))
     except JudgeError as error:
@@ -77,7 +77,7 @@ def _judged(job: Job, panel: Panel, human: Mapping[tuple, float]) -> dict[str, A
     return found
 
 
-def _levels(folder: Path, line: Line, human: Mapping[tuple, float]) -> dict[str, Any]:
+def _levels(folder: Path, line: FigureLine, human: Mapping[tuple, float]) -> dict[str, Any]:
     """The levels of an evaluation, and what they say of the judge.
 
     Raises:
