@@ -80,10 +80,10 @@ def load_task(
         if dates is not None:
             return read_data_set(name, _DATA_SETS[name], data, samples, programs.dates(dates))
         return read_data_set(name, _DATA_SETS[name], data, samples)
-    if not name.endswith((".jsonl", ".json")):
+    if not name.endswith((".jsonl", ".json", ".parquet")):
         raise ValueError(
             f"--task is {name!r}; it must be one of {', '.join(TASKS)}, or a file of JSON lines "
-            "whose name ends with .jsonl"
+            "whose name ends with .jsonl, or of Parquet"
         )
     return read_files(name, [Path(name)], samples, _early_tokens, _own_problem, _LINE)
 

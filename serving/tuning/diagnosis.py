@@ -30,6 +30,7 @@ EXTRAS = {
     "cuda13": "NVIDIA GPUs",
     "serve": "the HTTP server",
     "evaluate": "comparing answers to problems in mathematics",
+    "parquet": "problems in Parquet files",
     "plot": "pictures",
     "gguf": "GGUF files",
     "orbax": "models and checkpoints in Orbax form",

@@ -50,7 +50,16 @@ def blocked_modules():
     needed = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     named = {
         canonicalize_name(Requirement(line).name)
-        for name in ("transformers", "orbax", "plot", "evaluate", "openai", "mcp", "gguf")
+        for name in (
+            "transformers",
+            "orbax",
+            "plot",
+            "evaluate",
+            "parquet",
+            "openai",
+            "mcp",
+            "gguf",
+        )
         for line in [*extras[name], *extras["serve"], *extras["ray"], *extras["lm-eval"]]
     }
     brought = {"optax", "tensorstore", "torch", "sentencepiece"}

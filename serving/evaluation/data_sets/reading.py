@@ -1,4 +1,7 @@
-"""Files of problems: found by their published names, read line by line, with the bad lines named."""
+"""Files of problems: found by their published names, read line by line, with the bad lines named.
+
+JSON lines, JSON lists, and Parquet, in which data sets lie on the hub, a row for each line.
+"""
 
 import codecs
 import dataclasses
@@ -8,9 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxshare.extras import MissingExtraError
 from jaxshare.serving.evaluation.problems import Problem, Task
 
 DATA_VARIABLE = "JAXSHARE_DATA"
+_ROWS = 256
+"""Rows of a Parquet file that are read at once: those of a program's tests are long."""
 Line = dict[str, Any]
 
 
@@ -194,7 +200,11 @@ def _bad(path: Path, paths: Sequence[Path], number: int, error: str) -> dict[str
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file of JSON lines, or the values of a JSON list, with their numbers."""
+    """The lines of a file of JSON lines, the values of a JSON list, or the rows of a Parquet file, with
+    their numbers."""
+    if path.suffix == ".parquet":
+        yield from _rows(path)
+        return
     try:
         with open(path, "rb") as file:
             first = file.read(len(codecs.BOM_UTF8) + 64).removeprefix(codecs.BOM_UTF8)
@@ -221,6 +231,36 @@ def _values(path: Path, data: bytes) -> Iterator[tuple[int, bytes]]:
         ) from error
     for number, value in enumerate(values, 1):
         yield number, json.dumps(value).encode()
+
+
+def _rows(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The rows of a Parquet file as JSON; pictures and other bytes are left out.
+
+    Raises:
+      ValueError: the file cannot be read.
+      MissingExtraError: pyarrow is not installed.
+    """
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{path} is read with pyarrow, which is not installed", "parquet"
+        ) from error
+    try:
+        with ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches(_ROWS) for row in batch.to_pylist())
+            for number, row in enumerate(rows, 1):
+                yield number, json.dumps(row, default=_as_json).encode()
+    except (ArrowException, OSError) as error:
+        raise ValueError(
+            f"the task file {path} is no Parquet file that can be read ({error}); give the file as "
+            "it is published"
+        ) from error
+
+
+def _as_json(value: Any) -> str | None:
+    return None if isinstance(value, bytes) else str(value)
 
 
 def _object(raw: bytes) -> Line:

@@ -6,7 +6,9 @@ import pickle
 import zlib
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from jaxshare.serving.evaluation import Run, load_task, run_tests, scoring
 from jaxshare.serving.evaluation.data_sets.programs import unpickled_text
@@ -48,6 +50,34 @@ def test_published_files_are_read(name, answers, tokens):
     ]
     assert [p.kind for p in task.problems] == ["box"] * len(answers)
     assert [p.parts for p in task.problems] == [1] * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("limo", "limo.jsonl"),
+        ("olympiad-physics", "OE_TO_physics_en_COMP.json"),
+        ("livecodebench-v5", "test.jsonl"),
+    ],
+)
+def test_parquet_files_hold_the_same_problems(tmp_path, name, file):
+    """Against the same lines as JSON, with a column of pictures, as the hub has it, in addition."""
+    text = (DATA / file).read_text(encoding="utf-8")
+    rows = json.loads(text) if file.endswith(".json") else [*map(json.loads, text.splitlines())]
+    path = tmp_path / "test-00000-of-00001.parquet"
+    table = pyarrow.Table.from_pylist([{**row, "image_1": b"\x89PNG\xff"} for row in rows])
+    parquet.write_table(table, path)
+    (tmp_path / "plain.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    ours, theirs = (load_task(name, data=tmp_path / at) for at in (path.name, "plain.jsonl"))
+    assert repr(ours) == repr(theirs) and ours.problems and not ours.bad_lines
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    path = tmp_path / "aime.parquet"
+    for content in (b"", b"PAR1 and no more", (DATA / "limo.jsonl").read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"aime\.parquet is no Parquet file that can be read"):
+            load_task("aime", data=path)
 
 
 def test_fields_say_what_is_asked_and_how_it_is_compared():
