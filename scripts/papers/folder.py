@@ -260,7 +260,7 @@ def opened(
       ValueError: an experiment is there and `resume` is False, it has other settings, another model
         or other code, or a file is damaged, in use or cannot be written.
     """
-    settings = json.loads(json.dumps(settings))
+    settings = dict(json.loads(json.dumps(settings)))
     with OutputLock.of_folder(path, OTHER), contextlib.ExitStack() as files:
         if (path / SETTINGS).exists():
             if not resume:
@@ -319,7 +319,7 @@ def _continued(
 
 
 def _saved(path: Path, experiment: str) -> dict[str, Any]:
-    """What settings.json has."""
+    """The content of settings.json."""
     try:
         saved = checksums.loads((path / SETTINGS).read_bytes())
         if saved["format"] != _FORMAT:

@@ -24,7 +24,7 @@ TORCH_WORKER, ENGINE_WORKER = "scripts.bench.peers.torch_sharing", "scripts.pape
 
 @dataclasses.dataclass(frozen=True)
 class PeerModel:
-    """What a side needs to know of the model.
+    """The facts of the model that a side needs.
 
     Attributes:
       folder: of its files.

@@ -305,7 +305,7 @@ def _measure_alone(
 
 
 def summarise(kept: PaperFolder) -> dict[str, Any]:
-    """What each side reached at every point, and how it compares with shared.
+    """Computes the rates of every point, and how they compare with shared.
 
     Returns:
       "points": by batch and prefix the tokens a second of each side (median, and of the slowest and
