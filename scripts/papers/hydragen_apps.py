@@ -129,7 +129,7 @@ def run(options: argparse.Namespace, command: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What all sides do.
+    """The prompts and samples of all sides.
 
     Attributes:
       model: for the longest row.

@@ -21,6 +21,10 @@ from scripts.bench.lib import Parser, cores
 from scripts.papers.folder import OTHER, PaperFolder
 from scripts.papers.hydragen_problems import program_of
 
+Texts = Mapping[str, Mapping[int, Sequence[str]]]
+"""Texts of samples, by side and number of the problem."""
+Program = tuple[int, str]
+"""The number of a problem, and a program."""
 _KS = (1, 10, 100)
 SCORES = "scores.jsonl"
 """A line for each different program: its problem, its verdict, and how many samples of each side are
@@ -65,7 +69,7 @@ def mark(
     options: argparse.Namespace,
     kept: PaperFolder,
     task: Task,
-    texts: Mapping[str, Mapping[int, Sequence[str]]],
+    texts: Texts,
 ) -> dict[str, Any]:
     """Judges all programs, writes scores.jsonl and computes pass@k.
 
@@ -94,13 +98,45 @@ def mark(
     if lack := sandbox.notice():
         print(lack, file=sys.stderr)
     limits = Limits(seconds=options.test_seconds, memory=options.test_memory << 20)
-    counts: dict[tuple[int, str], dict[str, int]] = collections.defaultdict(dict)
+    counts = _programs(texts)
+    verdicts = _verdicts(task, [*counts], limits)
+    _write_scores(kept, task, counts, verdicts)
+    right = {side: dict.fromkeys(by_problem, 0) for side, by_problem in texts.items()}
+    for (number, program), verdict in verdicts.items():
+        for side, count in counts[number, program].items() if verdict.passed else ():
+            right[side][number] += count
+    marks = [
+        {"id": problem.id, "right": {s: found[n] for s, found in right.items() if n in found}}
+        for n, problem in enumerate(task.problems)
+    ]
+    return {
+        "pass_at": {side: pass_at(found, samples, ks) for side, found in right.items() if found},
+        "problems": marks,
+        "marked": {
+            "limits": dataclasses.asdict(limits),
+            "sandbox": sandbox.ways()[0].name,
+            "versions": provenance.versions(),
+        },
+    }
+
+
+def _programs(texts: Texts) -> dict[Program, dict[str, int]]:
+    """The different programs, and how many samples of each side are it."""
+    counts: dict[Program, dict[str, int]] = collections.defaultdict(dict)
     for side, by_problem in texts.items():
         for number, written in by_problem.items():
             for text in written:
                 of_program = counts[number, program_of(text)]
                 of_program[side] = of_program.get(side, 0) + 1
-    verdicts = _verdicts(task, [*counts], limits)
+    return counts
+
+
+def _write_scores(
+    kept: PaperFolder,
+    task: Task,
+    counts: Mapping[Program, dict[str, int]],
+    verdicts: Mapping[Program, Verdict],
+) -> None:
     lines = [
         {
             "problem": task.problems[number].id,
@@ -112,32 +148,6 @@ def mark(
         for (number, program), verdict in verdicts.items()
     ]
     jsonl.write(kept.path / SCORES, map(jsonl.line, lines), OTHER)
-    right = {
-        side: {
-            number: sum(
-                counts[of].get(side, 0)
-                for of in verdicts
-                if of[0] == number and verdicts[of].passed
-            )
-            for number in by_problem
-        }
-        for side, by_problem in texts.items()
-    }
-    return {
-        "pass_at": {side: pass_at(found, samples, ks) for side, found in right.items() if found},
-        "problems": [
-            {
-                "id": task.problems[n].id,
-                "right": {s: found[n] for s, found in right.items() if n in found},
-            }
-            for n in range(len(task.problems))
-        ],
-        "marked": {
-            "limits": dataclasses.asdict(limits),
-            "sandbox": sandbox.ways()[0].name,
-            "versions": provenance.versions(),
-        },
-    }
 
 
 def pass_at(right: Mapping[int, int], samples: int, ks: Sequence[int]) -> dict[str, float]:
@@ -145,12 +155,10 @@ def pass_at(right: Mapping[int, int], samples: int, ks: Sequence[int]) -> dict[s
     return {str(k): statistics.fmean(pass_at_k(n, samples, k) for n in right.values()) for k in ks}
 
 
-def _verdicts(
-    task: Task, programs: Sequence[tuple[int, str]], limits: Limits
-) -> dict[tuple[int, str], Verdict]:
+def _verdicts(task: Task, programs: Sequence[Program], limits: Limits) -> dict[Program, Verdict]:
     """The verdict of each program, on all cores."""
 
-    def verdict(of: tuple[int, str]) -> Verdict:
+    def verdict(of: Program) -> Verdict:
         number, program = of
         if not program.strip():
             return Verdict(False, "there is no program")

@@ -28,7 +28,7 @@ class SideRoom:
         self.left_out: dict[str, str] = {}
 
     def prepare[T](self, side: str, taken: int, make: Callable[[], T]) -> T | None:
-        """What `make` makes for a side that takes so many bytes, or None where it does not fit."""
+        """Calls `make` for a side that takes so many bytes; None where it does not fit."""
         if taken > self._left:
             self.left_out[side] = (
                 f"keys and values of {taken / 2**30:.2f} GiB, more than {self._left / 2**30:.2f} GiB "

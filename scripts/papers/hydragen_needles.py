@@ -259,7 +259,7 @@ class Questions:
             max_width=self._width,
         )
         jax.block_until_ready(state)
-        how = {"passes": 2 * ANSWER_TOKENS, "width": self._width}
+        how: Any = {"passes": 2 * ANSWER_TOKENS, "width": self._width}
         begin = time.perf_counter()
         state = decode(self._model.module, self._model.variables, state, **how)
         jax.block_until_ready(state)

@@ -15,6 +15,8 @@ from scripts.bench.parts.sharing.attention import THEIRS
 from scripts.bench.peer import TORCH_PYTHON, WAITING, Worker, WorkerError, fastest
 from scripts.papers.hydragen_engines import ENGINE, SGLANG, VLLM
 
+ABSENT = "not installed"
+"""The start of the reason for which a side is nowhere."""
 TEXTLESS = "vllm-no-text"
 ENGINES = {VLLM: VLLM, TEXTLESS: VLLM, SGLANG: SGLANG}
 """The package that each side of an engine runs."""
@@ -24,7 +26,7 @@ TORCH_WORKER, ENGINE_WORKER = "scripts.bench.peers.torch_sharing", "scripts.pape
 
 @dataclasses.dataclass(frozen=True)
 class PeerModel:
-    """What a side needs to know of the model.
+    """The facts of the model that a side needs.
 
     Attributes:
       folder: of its files.
@@ -69,7 +71,7 @@ class Transformers:
             }
             self.versions = [worker.begin() for worker in workers.values()][-1]
         except (OSError, WorkerError) as error:
-            raise AbsentError(f"not installed: {error}") from error
+            raise AbsentError(f"{ABSENT}: {error}") from error
         try:
             if model.device == "cpu":
                 self._worker, _ = fastest(workers, model.folder, model.dtype)
@@ -109,7 +111,7 @@ class OtherEngine:
             self._worker = stack.enter_context(Worker(python, ENGINE_WORKER, {ENGINE: package}))
             self.versions = self._worker.begin()
         except (OSError, WorkerError) as error:
-            raise AbsentError(f"not installed: {error}") from error
+            raise AbsentError(f"{ABSENT}: {error}") from error
         names = ("folder", "dtype", "tensor", "positions", "rows", "seed")
         try:
             self._worker.ask("load", **{name: getattr(model, name) for name in names})
@@ -141,7 +143,7 @@ def open_peer(
     if side != THEIRS:
         return OtherEngine(side, python or sys.executable, model, stack)
     if python is None and not (ROOT / TORCH_PYTHON).exists():
-        raise AbsentError(f"not installed: there is no {TORCH_PYTHON}, which `make parity` makes")
+        raise AbsentError(f"{ABSENT}: there is no {TORCH_PYTHON}, which `make parity` makes")
     return Transformers(python or str(ROOT / TORCH_PYTHON), model, stack)
 
 

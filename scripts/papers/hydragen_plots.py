@@ -12,6 +12,7 @@ from scripts.bench.parts.sharing.attention import (
 )
 from scripts.bench.parts.sharing.generate import MORE, ONE, TWO
 from scripts.bench.parts.sharing.plots import COLORS, legend, make_figure, powers
+from scripts.papers.hydragen_peers import ABSENT
 
 _SIDES = {
     **{side: COLORS[side] for side in (SHARED, UNSHARED, NO_ATTENTION, THEIRS)},
@@ -61,7 +62,9 @@ def _rates(points: Sequence[Mapping[str, Any]], over: str, each: str) -> Any:
                     color=color,
                     label=side,
                 )
-            if lacking := [p[over] for p in here if side in p["left_out"]]:
+            # A side that is not installed needs no marks.
+            whys = [(p[over], p["left_out"].get(side, ABSENT)) for p in here]
+            if lacking := [at for at, why in whys if not why.startswith(ABSENT)]:
                 low = [min(rates) * 0.7] * len(lacking)
                 axes.plot(lacking, low, "x", color=color, label=f"{side}, did not fit")
         unit = "prefix of {}" if each == "prefix" else "batch of {}"

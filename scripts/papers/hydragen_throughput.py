@@ -141,6 +141,8 @@ def measure_ours(options: argparse.Namespace, command: str) -> None:
             f"context of {folders.model_name(options)}, {model.config.max_positions} tokens, does "
             "not hold it; give shorter ones"
         )
+    device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    together = [*OURS, THEIRS] if device == "cpu" else [*OURS]
     settings = {
         "model": folders.model_name(options),
         "dtype": str(cache_dtype(model)),
@@ -150,7 +152,8 @@ def measure_ours(options: argparse.Namespace, command: str) -> None:
         "rounds": options.rounds,
         "seed": options.seed,
         "max_kv_gib": options.max_kv_gib,
-        "device": "cpu" if jax.default_backend() == "cpu" else "cuda",
+        "device": device,
+        "sides_in_turns": [side for side in together if side in options.sides],
         "machine": folders.this_machine(),
     }
     how = {"resume": options.resume, "command": command}
@@ -158,15 +161,19 @@ def measure_ours(options: argparse.Namespace, command: str) -> None:
         kept = stack.enter_context(
             folders.opened(options.output, EXPERIMENT, settings, model, **how)
         )
-        theirs = None
-        if THEIRS in options.sides and settings["device"] == "cpu":
+        theirs, absent = None, {}
+        if THEIRS in settings["sides_in_turns"]:
             theirs = _opened(THEIRS, options, kept, stack)
+            if theirs is None:
+                absent = {THEIRS: kept.value({"side": THEIRS})["status"]}
         sweep = _Sweep(model.for_context(longest), options, theirs)
         points = [(b, p) for b in options.batches for p in options.prefixes]
         left = [point for point in points if _key(*point) not in kept]
         with progress(2 * len(left)) as say:
             for point in left:
-                kept.add(_key(*point), sweep.point(*point, say))
+                value = sweep.point(*point, say)
+                value["left_out"] |= absent
+                kept.add(_key(*point), value)
 
 
 def _key(batch: int, prefix: int, side: str = "jaxshare") -> dict[str, Any]:
@@ -305,7 +312,7 @@ def _measure_alone(
 
 
 def summarise(kept: PaperFolder) -> dict[str, Any]:
-    """What each side reached at every point, and how it compares with shared.
+    """Computes the rates of every point, and how they compare with shared.
 
     Returns:
       "points": by batch and prefix the tokens a second of each side (median, and of the slowest and

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from jaxshare import KVCache, Layout, block_attention
-from jaxshare.models import LoadedModel
+from jaxshare.models import LoadedModel, load
 from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Costs
+from jaxshare.sharding import make_mesh
 from scripts.bench import peer
 from scripts.bench import sharing as bench
 from scripts.bench.parts.sharing import attention, needles, plots
@@ -26,6 +27,7 @@ from scripts.bench.parts.sharing import generate as generating
 from scripts.bench.parts.sharing import options as sharing_options
 from scripts.bench.parts.sharing import report as sharing_report
 from tests.helpers import TINY, tiny_params
+from tests.paths import FIXTURES
 
 SHARED, UNSHARED, NO_ATTENTION, THEIRS, SDPA, PRODUCT = (
     getattr(attention, name)
@@ -101,6 +103,25 @@ def test_the_ceiling_does_all_of_a_pass_but_attention(model):
     alone, _ = free.forward([[5, 0, 0], [7, 0, 0]], [1, 1], KVCache.create(TINY, (8, 8)), layout)
     np.testing.assert_allclose(logits, alone, atol=1e-2)
     assert isinstance(free.for_context(16).module, decoding.AttentionFree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3_experts", "gpt_oss_gqa_sharded", "embedded"])
+def test_the_ceiling_is_there_for_every_kind_of_attention_and_on_a_mesh(name):
+    mesh = make_mesh(tensor=2) if name == "embedded" else None
+    path = name if mesh else FIXTURES / "parity" / name
+    model = load(path, dtype="float32", mesh=mesh)
+    free, layout = decoding.AttentionFreeModel.of(model), Layout.from_blocks([[0], [1]])
+
+    def logits(tokens, count):
+        cache = KVCache.create(model.config, (8, 8), jnp.float32, mesh=mesh)
+        found, cache = free.forward(tokens, count, cache, layout)
+        assert np.asarray(cache.lengths).tolist() == count
+        return np.asarray(found)
+
+    # Nothing of one token reaches another.
+    alone = logits([[5, 0, 0], [7, 0, 0]], [1, 1])
+    np.testing.assert_allclose(logits([[3, 4, 5], [6, 7, 0]], [3, 2]), alone, atol=1e-4)
 
 
 @pytest.mark.parametrize(("private", "shares"), [(1000, True), (0, False)])

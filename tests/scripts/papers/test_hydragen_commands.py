@@ -103,6 +103,9 @@ def test_throughput(command, monkeypatch, tmp_path):
     assert UNSHARED in points[1, 64]["sides"]
     assert "GiB" in points[3, 256]["left_out"][UNSHARED]
     assert "vllm is not installed" in report["results"]["sides"]["vllm"]["status"]
+    assert "make parity" in points[1, 64]["left_out"]["transformers"]
+    code, _, told = command(*arguments, "--sides", "shared", "--resume")
+    assert code == 2 and "began with sides_in_turns" in told
     # More points go on in the same folder, and nothing is run to draw again.
     code, more, _ = command(*arguments, "--prefixes", "64,128", "--resume")
     assert code == 0 and len(more["results"]["points"]) == 6
