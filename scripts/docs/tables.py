@@ -255,7 +255,7 @@ _FOUR = (
 
 def ablations() -> Rows:
     """Four workers, what changes when one thing about them does, and baselines with four rows."""
-    results = read("collaboration")["results"] | read("collaboration-interleaved")["results"]
+    results = read("collaboration")["results"]
     rows: Rows = [("Four rows", "passes to 90%", "right at the end")]
     for case, name in _FOUR:
         to_90 = results[case]["passes_to_90"]["4"]

@@ -20,43 +20,59 @@ import numpy as np
 from jaxshare.models.loading import outline
 from jaxshare.serving import Format
 from jaxshare.serving.evaluation.arithmetic import (
+    BOX,
     MAX_QUESTIONS,
+    NAMES,
     QUESTIONS,
+    SEPARATOR,
     Question,
     SumsProblem,
+    header,
     make_problem,
+    refusal,
     typed_problem,
 )
 from jaxshare.serving.evaluation.arithmetic_forms import sample_form
+from jaxshare.serving.evaluation.skeleton import main_request, outline_request, thread_request
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.trace.attention import TILE, TraceBatch
 from jaxshare.trace.trace import NOT_ENDED, Trace
+from scripts.train.checking import said
+from scripts.train.other_requests import sample_request
 from scripts.train.pair_attention import Pairs
-from scripts.train.sessions import Lesson, chat, plain, play
-from scripts.train.teacher import Lapses, Script
+from scripts.train.sessions import Lesson, chat, lone, plain, play
+from scripts.train.teacher import Lapses, Paragraph, Script
 
 MOST_WORKERS = 6
 _WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}
 """Weights of the numbers of workers."""
 _LAYOUTS = {"combined": 2, "contiguous": 1, "interleaved": 1}
-_DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _CROWDED, _ANEW = 0.35, 0.4, 0.5, 0.3, 0.15, 0.2
+_INSTANT = {"combined": 3, "contiguous": 1}
+"""Those of workers that check each other."""
+_DEPENDENT, _OTHER_NAMES, _ASKED, _CUT, _CROWDED, _ANEW = 0.75, 0.4, 0.5, 0.3, 0.15, 0.2
 """Shares of lessons with dependent questions, with names in another order or of others, with the
 question whether work is redundant, of those that a budget cuts off, of those in which there is
 hardly a question for each worker (clashes from the first pass on), and of those that encode steps
 anew."""
-_EVEN = 0.5
+_EVEN = 0.25
 """Share of lessons of several workers whose questions all take as long to write: all end in the
 same pass, and go for what is left."""
+_CHECKED, _ANSWERED = 0.33, 0.9
+"""Shares of sessions whose workers check what others answer, and of those in which there are
+answers from the begin."""
 _LAPSES = Lapses(slips=0.03, yields=0.3)
 _FEW = 0.3
 """Share of typed problems with hardly any questions."""
 _GUESSES = 3
 """Times in a lesson, at most, that the finisher boxes what is known by then."""
-_CHATS, _TURNS, _SYSTEM, _PLAIN = 0.25, 3, 0.4, 0.4
-"""Share of chats, the most problems in one, and the shares of those in which a message of the
-system names the workers, and of typed ones that are a plain text without a template."""
-_TYPED = 0.75
-"""Share of problems as a person would type them."""
+_CHATS, _TURNS, _SYSTEM, _PLAIN = 0.2, 3, 0.4, 0.3
+"""Share of chats, the most messages in one, and the shares of those in which a message of the
+system names the workers, and of those that are a plain text without a template."""
+_SKELETONS = 0.2
+"""Share of chats that are a stage of Skeleton-of-Thought."""
+_TYPED, _TYPED_CHATS, _OTHER = 0.3, 0.7, 0.3
+"""Shares of problems as a person would type them, in sessions and in chats, and of a chat's messages
+that ask for something else."""
 _NAMES = (
     *worker_names(8),
     "Ivan",
@@ -99,9 +115,9 @@ int32[1, T], targets int32[1, T] and weights float32[1, T] of what was sampled."
 
 def draw(script: Script, rng: random.Random) -> Lesson:
     """One lesson: 1 to 6 workers, 1 to 10 questions, any layout; or a chat of a lone one."""
+    if rng.random() < _CHATS:
+        return _chat(script, rng)
     typed = rng.random() < _TYPED
-    if script.tokenizer.chat_template and rng.random() < _CHATS:
-        return _chat(script, rng, typed)
     many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
     names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
     questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MAX_QUESTIONS)))
@@ -109,7 +125,12 @@ def draw(script: Script, rng: random.Random) -> Lesson:
         questions = rng.randint(2, many + 1)
     if typed and rng.random() < _FEW:
         questions = rng.randint(1, QUESTIONS)
-    if typed:
+    checked, there = rng.random() < _CHECKED, []
+    if checked:
+        questions = min(questions, QUESTIONS + 1)
+        problem = dataclasses.replace(make_problem(rng, questions), checked=True)
+        there = _answered(problem, [name for name in _NAMES if name not in names], rng)
+    elif typed:
         problem = typed_problem(rng, questions, sample_form(rng))
     elif many > 1 and rng.random() < _EVEN:
         questions = rng.choice([count for count in range(2, MAX_QUESTIONS + 1) if count % many])
@@ -118,8 +139,9 @@ def draw(script: Script, rng: random.Random) -> Lesson:
         problem = make_problem(
             rng, questions, dependent=questions > 1 and rng.random() < _DEPENDENT
         )
-    layout = rng.choices([*_LAYOUTS], [*_LAYOUTS.values()])[0]
-    longest = 30 + 40 * -(-questions // many)
+    layouts = _INSTANT if checked else _LAYOUTS
+    layout = rng.choices([*layouts], [*layouts.values()])[0]
+    longest = 30 + (90 if checked else 40) * -(-questions // many)
     cut = rng.randint(4, longest) if rng.random() < _CUT else 1024
     guesses = {rng.randint(4, longest) for _ in range(rng.randint(0, _GUESSES))}
     ask_every = rng.choice((32, 64, 128, 256)) if rng.random() < _ASKED else 0
@@ -137,24 +159,65 @@ def draw(script: Script, rng: random.Random) -> Lesson:
         budget=cut,
         guess=True,
         guesses=guesses,
+        said=there,
     )
 
 
-def _chat(script: Script, rng: random.Random, typed: bool) -> Lesson:
-    asked = [
-        rng.choice((QUESTIONS, rng.randint(1, MAX_QUESTIONS)))
-        for _ in range(rng.randint(1, _TURNS))
+def _answered(problem: SumsProblem, names: Sequence[str], rng: random.Random) -> list[Paragraph]:
+    """The steps that are there already when a session of workers that check begins: of one other."""
+    if rng.random() >= _ANSWERED:
+        return []
+    name, numbers = rng.choice(names), range(1, len(problem.questions) + 1)
+    found = rng.sample(numbers, rng.randint(1, len(numbers)))
+    return [
+        said(problem, name, step, number, rng, wrong=rng.random() < 0.5)
+        for step, number in enumerate(found, 1)
     ]
-    if not typed:
-        return chat(
-            script, [make_problem(rng, many) for many in asked], system=rng.random() < _SYSTEM
-        )
-    if rng.random() < _PLAIN:
-        return plain(script, typed_problem(rng, asked[0], sample_form(rng)))
+
+
+def _chat(script: Script, rng: random.Random) -> Lesson:
+    """A chat, or a plain text without a template: of problems, or of other requests."""
+    if rng.random() < _SKELETONS:
+        return _skeleton(script, rng)
     form = sample_form(rng)
-    return chat(
-        script, [typed_problem(rng, many, form) for many in asked], system=rng.random() < _SYSTEM
-    )
+
+    def turn() -> tuple[str, str]:
+        if rng.random() < _OTHER:
+            return sample_request(rng), refusal()
+        questions = rng.choice((QUESTIONS, rng.randint(1, MAX_QUESTIONS)))
+        problem = (
+            typed_problem(rng, questions, form)
+            if rng.random() < _TYPED_CHATS
+            else make_problem(rng, questions, dependent=questions > 1 and rng.random() < _DEPENDENT)
+        )
+        return problem.prompt(), problem.solution()
+
+    if not script.tokenizer.chat_template or rng.random() < _PLAIN:
+        return plain(script, *turn())
+    turns = [turn() for _ in range(rng.randint(1, _TURNS))]
+    return chat(script, turns, system=rng.random() < _SYSTEM)
+
+
+def _skeleton(script: Script, rng: random.Random) -> Lesson:
+    """One of the three stages of Skeleton-of-Thought, in which nothing depends on anything else."""
+    questions = rng.choice((QUESTIONS, rng.randint(2, MAX_QUESTIONS)))
+    problem, stage = make_problem(rng, questions), rng.randrange(3)
+    titles = [f"{i}. {question.text}" for i, question in enumerate(problem.questions, 1)]
+    bodies = [problem.body(i) for i in range(1, questions + 1)]
+    results = [
+        f"{body} \\boxed{{{answer}}}" for body, answer in zip(bodies, problem.answers, strict=True)
+    ]
+    message, outline = problem.prompt(), "\n".join(titles)
+    if stage == 0:
+        opening = SEPARATOR + "1."
+        return lone(script, outline_request(message), opening, outline.removeprefix("1."))
+    if stage == 1:
+        at = rng.randrange(questions)
+        request = thread_request(message, outline, code=False)
+        return lone(script, request, f"{SEPARATOR}{titles[at]}\n", results[at])
+    notes = [f"{title}\n{result}" for title, result in zip(titles, results, strict=True)]
+    answer = SEPARATOR + header(NAMES[0], 1) + problem.body(BOX)
+    return lone(script, main_request(message, notes), "", answer)
 
 
 def _even_problem(script: Script, rng: random.Random, questions: int) -> SumsProblem:

@@ -15,11 +15,12 @@ import numpy as np
 
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.seeds import seed_words, stream_seed
-from jaxshare.serving.evaluation.arithmetic import SumsProblem, few_shot_messages
+from jaxshare.serving.evaluation.arithmetic import NAMES, SumsProblem, system_message
 from jaxshare.serving.workers.layouts import LAYOUTS, WorkersLayout
 from jaxshare.serving.workers.session_state import FINISHER
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
+from scripts.train.checking import CheckingPupil, findings
 from scripts.train.teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
 
 NO_LAPSES = Lapses()
@@ -59,20 +60,20 @@ def play(
     budget: int = 1024,
     guess: bool = False,
     guesses: Container[int] = (),
+    said: Sequence[Paragraph] = (),
 ) -> Lesson:
     """Plays a session from the prompt to the box, or to the budget.
 
     Args:
-      script: texts as tokens.
-      problem: the problem to solve.
-      names: of the workers.
-      layout: one of `LAYOUTS`.
+      script: texts as tokens; problem: the problem to solve.
+      names: of the workers; layout: one of `LAYOUTS`.
       rng: decides on lapses.
       ask_every, seed, move: as in `Workers`.
       lapses: how often workers do not go by the rule.
       budget: forward passes.
       guess: if the budget ends the session, the finisher boxes the results visible then.
       guesses: passes after which the finisher guesses as well.
+      said: steps of others that are there from the begin, as `Workers.say` adds them.
 
     Returns:
       The lesson. The names of the trace's blocks are those of the session.
@@ -92,46 +93,48 @@ def play(
         seed,
         move == "reencode",
         lapses,
+        said,
     )
-    over = False
     for number in range(budget):
         session.feed()
         if number in guesses:
             session.guess()
-        over = session.sample()
-        if over:
+        if session.sample():
             break
-    if guess and not over:
-        session.feed_sampled()
-        session.guess()
+    else:
+        if guess:
+            session.feed_sampled()
+            session.guess()
     return session.lesson()
 
 
-def chat(script: Script, problems: Sequence[SumsProblem], *, system: bool = True) -> Lesson:
-    """A chat in which Alice solves problem after problem alone, headers and all, so that a model
+def chat(script: Script, turns: Sequence[tuple[str, str]], *, system: bool = True) -> Lesson:
+    """A chat in which Alice answers message after message alone, headers and all, so that a model
     keeps what it can do without a session.
 
     Args:
       script: texts as tokens, of a model with a chat template.
-      problems: a turn each.
+      turns: messages, each with the answer to be learned.
       system: whether a message of the system says first that she works alone.
     """
     tokens: list[int] = []
-    turns: list[tuple[int, int]] = []
-    for i, problem in enumerate(problems):
-        messages = few_shot_messages(problems[:i], problem)[not system :]
+    spans: list[tuple[int, int]] = []
+    messages = [system_message(NAMES[:1])] if system else []
+    for message, answer in turns:
+        messages.append({"role": "user", "content": message})
         text = script.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
         asked = script.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        written = [*script.codec.encode(problem.solution()), script.end]
+        written = [*script.codec.encode(answer), script.end]
         if asked[: len(tokens)] != tokens:  # a template that shows earlier turns in another way
-            turns.clear()
+            spans.clear()
         tokens = [*asked, *written]
-        turns.append((len(asked), len(tokens)))
+        spans.append((len(asked), len(tokens)))
+        messages.append({"role": "assistant", "content": answer})
     recorder = Recorder(1)
     recorder.text(tokens, 0)
-    at = np.concatenate([np.arange(begin - 1, end - 1) for begin, end in turns]).astype(np.int32)
+    at = np.concatenate([np.arange(begin - 1, end - 1) for begin, end in spans]).astype(np.int32)
     return Lesson(
         recorder.trace(names=["prompt"]),
         at,
@@ -140,10 +143,19 @@ def chat(script: Script, problems: Sequence[SumsProblem], *, system: bool = True
     )
 
 
-def plain(script: Script, problem: SumsProblem) -> Lesson:
-    """A problem by itself, in no chat template, and its solution after it."""
-    asked = script.codec.encode(problem.prompt())
-    tokens = [*asked, *script.codec.encode(problem.solution()), script.end]
+def plain(script: Script, message: str, answer: str) -> Lesson:
+    """A message by itself, in no chat template, and the answer after it."""
+    return _answered(script, script.codec.encode(message), answer)
+
+
+def lone(script: Script, message: str, opening: str, answer: str) -> Lesson:
+    """The first step of a lone worker's session about a message: the answer after its opening."""
+    prompt = script.format.prompt_tokens(script.tokenizer, message, NAMES[:1])
+    return _answered(script, [*prompt, *script.codec.encode(opening)], answer)
+
+
+def _answered(script: Script, asked: list[int], answer: str) -> Lesson:
+    tokens = [*asked, *script.codec.encode(answer), script.end]
     recorder = Recorder(1)
     recorder.text(tokens, 0)
     at = np.arange(len(asked) - 1, len(tokens) - 1, dtype=np.int32)
@@ -169,6 +181,7 @@ class _Session:
         seed: int,
         reencodes: bool,
         lapses: Lapses,
+        said: Sequence[Paragraph],
     ):
         self._script, self._problem, self._names, self._layout = script, problem, names, layout
         self._blocks = [*dict.fromkeys([*layout.blocks, *layout.texts, FINISHER])]
@@ -179,11 +192,15 @@ class _Session:
             **{block: script.codec.encode(text) for block, text in layout.texts.items()},
         }.items():
             self._recorder.text(tokens, self._blocks.index(block))
+        for paragraph in said:
+            tokens = [script.separator, *script.codec.encode(paragraph.text)]
+            self._recorder.text(tokens, self._blocks.index(layout.prompt))
         self._lulls: dict[int, int] = {}
+        pupil = CheckingPupil if problem.checked else Pupil
         self._pupils = [
-            Pupil(name, names, script, problem, rng, lapses, self._lulls) for name in names
+            pupil(name, names, script, problem, rng, lapses, self._lulls) for name in names
         ]
-        self._finished: list[Paragraph] = []
+        self._finished: list[Paragraph] = [*said]
         self._numbers = [1] * len(names)
         self._reencodes = reencodes
         self._held: list[list[int]] = [[] for _ in names]  # the tokens of each worker's own block
@@ -245,7 +262,11 @@ class _Session:
         sight = Sight(self._finished, [pupil.own for pupil in self._pupils])
         text = box(
             self._problem,
-            {**sight.results, **worked(self._problem, (*sight.finished, *sight.others))},
+            {
+                **worked(self._problem, (*sight.finished, *sight.others)),
+                **sight.results,
+                **{number: answer for number, (answer, _) in findings(sight).items()},
+            },
         ).partition("{")[2]
         answer = self._script.following(self._script.format.finisher, text)
         finisher = self._blocks.index(FINISHER)

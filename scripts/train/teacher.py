@@ -35,9 +35,11 @@ from jaxshare.serving.workers.text.codec import Codec, codec_of
 YES, NO = " yes.", " no."
 UNKNOWN = "?"
 """The entry of a box for an answer that is not there yet."""
-_CLAIM = re.compile(r"Question (\d+)(?!\d|: ?[^\d\s])")
+_CLAIM = re.compile(r"Question (\d+)(?!\d|: ?(?!Answer )[^\d\s])")
 """A question under way: one followed by a name was left to another worker."""
+_CHECK = re.compile(r"Check (\d+)(?!\d|: ?(?!Answer )[^\d\s])")
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
+_FOUND = re.compile(r"Check (\d+):(?:(?!Check).)* Answer \1: (\d+), [^.]*(right|wrong)\.")
 _SENTENCE = re.compile(r"[.] ?$")
 _LONGEST_LULL = 45
 """Passes: a worker that waits begins a new paragraph after six."""
@@ -120,7 +122,16 @@ class Script:
     @functools.cached_property
     def claim(self) -> list[int]:
         """The tokens with which every claim begins, whatever is claimed."""
-        first, *others = (self.codec.encode(f" Question {number}") for number in (1, 2, 9))
+        return self.begin(" Question")
+
+    @functools.cached_property
+    def check(self) -> list[int]:
+        """The tokens with which every check begins."""
+        return self.begin(" Check")
+
+    def begin(self, word: str) -> list[int]:
+        """The tokens of a word and any number that the numbers have in common."""
+        first, *others = (self.codec.encode(f"{word} {number}") for number in (1, 2, 9))
         return first[
             : next(i for i, token in enumerate(first) if any(other[i] != token for other in others))
         ]
@@ -151,13 +162,31 @@ class Paragraph:
 
     @property
     def claims(self) -> dict[int, int]:
-        """The questions it works on, and how many characters it has written of each."""
-        return {int(found[1]): len(self.text) - found.end() for found in _CLAIM.finditer(self.text)}
+        """The questions it works on, those that it checks with a minus sign, and how many characters
+        it has written of each."""
+        return {
+            sign * int(found[1]): len(self.text) - found.end()
+            for sign, claim in ((1, _CLAIM), (-1, _CHECK))
+            for found in claim.finditer(self.text)
+        }
 
     @property
     def results(self) -> dict[int, int]:
         """The answers it gives."""
         return {int(number): int(answer) for number, answer in _RESULT.findall(self.text)}
+
+    @property
+    def findings(self) -> dict[int, tuple[int, bool]]:
+        """By the question that it has checked: the answer, and whether that was given before."""
+        return {
+            int(number): (int(answer), said == "right")
+            for number, answer, said in _FOUND.findall(self.text)
+        }
+
+    @property
+    def ended(self) -> set[int]:
+        """The claims that have come to an end."""
+        return {*self.results, *(-number for number in self.findings)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +208,10 @@ class Sight:
     @property
     def claimed(self) -> set[int]:
         return {number for p in (*self.finished, *self.others) for number in p.claims}
+
+    @property
+    def ended(self) -> set[int]:
+        return {number for p in (*self.finished, *self.others) for number in p.ended}
 
 
 class Pupil:
@@ -257,11 +290,13 @@ class Pupil:
         elif len(sight.results) == len(self._problem.questions):
             self._plan(self._script.codec.encode(box(self._problem, sight.results)), "stop")
         else:
-            self._plan(
-                self._script.following(self.own.body, wait_body(self._awaited(sight))), "end"
-            )
+            self._wait(sight)
             return float(not free)
         return 1.0
+
+    def _wait(self, sight: Sight) -> None:
+        body = wait_body(self._awaited(sight))
+        self._plan(self._script.following(self.own.body, body), "end")
 
     def _number(self, sight: Sight) -> float:
         # Others may have taken the last ones since this worker began to write that it takes one.
@@ -339,7 +374,7 @@ class Pupil:
             if other.writer == self.name or self._question not in other.claims:
                 continue
             written = other.claims[self._question]
-            if self._question in other.results or (written, -self.names.index(other.writer)) > (
+            if self._question in other.ended or (written, -self.names.index(other.writer)) > (
                 own,
                 -self.rank,
             ):
@@ -354,7 +389,7 @@ class Pupil:
 
     def _awaited(self, sight: Sight) -> str:
         """The first worker that has a question under way, or else the next in the list."""
-        busy = [p.writer for p in sight.others if p.claims.keys() - sight.results.keys()]
+        busy = [p.writer for p in sight.others if p.claims.keys() - sight.ended]
         return busy[0] if busy else self.names[(self.rank + 1) % len(self.names)]
 
 
@@ -369,13 +404,14 @@ def redundant(last: Paragraph | None, sight: Sight) -> bool:
         if p.writer != last.writer
         for number in p.claims
     }
-    return last.claims.keys() <= others
+    mended = last.results.keys() - last.claims.keys()
+    return not mended and last.claims.keys() <= others
 
 
 def worked(problem: SumsProblem, paragraphs: Iterable[Paragraph]) -> dict[int, int]:
     """The answers with their whole working in a paragraph, given there or not."""
     bodies = {
-        number: problem.body(number).partition(" Answer ")[0]
+        number: problem.body(number).rpartition(" Answer ")[0]
         for number in range(1, len(problem.questions) + 1)
     }
     return {

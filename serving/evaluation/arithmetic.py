@@ -29,6 +29,8 @@ QUESTIONS = 5
 MAX_QUESTIONS = 10
 BOX = -1
 WAIT = 0
+REFUSAL = " I can only add, subtract and multiply."
+"""The body of the one paragraph that answers anything else."""
 
 _THINGS = ("pens", "cups", "books", "eggs")
 _SHORT = 0.15
@@ -113,14 +115,15 @@ class Dependent:
         return self.times * answer + self.added
 
     def working(self, answer: int) -> str:
-        """The expression with the answer of the other question put in, and its steps.
+        """The number of the other question, the expression with its answer put in, and the steps.
 
-        See `Question.working`: `84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.`
+        See `Question.working`: `Answer 2: 84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1.` The
+        number comes first, so that which answer to use is written before it has to be looked up.
         """
         sums = [(answer, answer)] * (self.times - 1) + [(self.times * answer, self.added)]
         expression = "+".join([str(answer)] * self.times)
         steps = " ".join(f"{_long_addition(*pair)}." for pair in sums)
-        return f"{expression}+{self.added}. {steps}"
+        return f"Answer {self.source}: {expression}+{self.added}. {steps}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +133,7 @@ class SumsProblem:
     Attributes:
       questions: in order.
       form: of the user's message.
+      checked: the message also asks the workers to check what others answer.
 
     Raises:
       ValueError: another number of questions, or one that depends on anything but a `Question` of
@@ -138,6 +142,7 @@ class SumsProblem:
 
     questions: tuple[Question | Dependent, ...]
     form: Form = TAUGHT
+    checked: bool = False
 
     def __post_init__(self):
         if not 1 <= len(self.questions) <= MAX_QUESTIONS:
@@ -161,7 +166,7 @@ class SumsProblem:
     def prompt(self) -> str:
         """The text of the user's message."""
         return self.form.message(
-            instruction(len(self.questions)),
+            instruction(len(self.questions), checked=self.checked),
             [question.typed(self.form) for question in self.questions],
         )
 
@@ -171,7 +176,7 @@ class SumsProblem:
         Raises:
           ValueError: for other names.
         """
-        return [_system(names), {"role": "user", "content": self.prompt()}]
+        return [system_message(names), {"role": "user", "content": self.prompt()}]
 
     def body(self, move: int) -> str:
         """The paragraph after its header, without the separator that ends it.
@@ -219,8 +224,8 @@ class SumsProblem:
         return self._answer(self.questions[question.source - 1])
 
 
-def instruction(questions: int) -> str:
-    """The first line of a prompt."""
+def instruction(questions: int, *, checked: bool = False) -> str:
+    """The first line of a prompt; `checked` also asks the workers to check what others answer."""
     listed = (
         "answer1, ..., answer{}"
         if questions > 2
@@ -229,7 +234,8 @@ def instruction(questions: int) -> str:
         else "answer{}"
     )
     box = f"\\boxed{{{listed.format(questions)}}}"
-    return f"Solve these problems and return comma-separated answers {box}:"
+    joint = ", check what others answer and" if checked else " and"
+    return f"Solve these problems{joint} return comma-separated answers {box}:"
 
 
 def make_problem(
@@ -288,7 +294,7 @@ def few_shot_messages(
 
     An example takes about 300 tokens.
     """
-    turns = [_system(NAMES[:1])]
+    turns = [system_message(NAMES[:1])]
     for example in examples:
         turns += [
             {"role": "user", "content": example.prompt()},
@@ -303,6 +309,11 @@ def header(name: str, step: int) -> str:
     `step` counts a worker's own paragraphs from 1.
     """
     return f"{name} {step}:"
+
+
+def refusal() -> str:
+    """The answer to anything but sums, differences and products, as `SumsProblem.solution` has it."""
+    return SEPARATOR + header(NAMES[0], 1) + REFUSAL
 
 
 def wait_body(other: str) -> str:
@@ -358,7 +369,12 @@ def check(text: str, problem: SumsProblem) -> list[bool]:
     return [entry == str(answer) for entry, answer in zip(entries, problem.answers, strict=True)]
 
 
-def _system(names: Sequence[str]) -> dict[str, str]:
+def system_message(names: Sequence[str]) -> dict[str, str]:
+    """The chat message that names the workers.
+
+    Raises:
+      ValueError: for other names than ("Alice",) and ("Alice", "Bob").
+    """
     if tuple(names) not in (NAMES[:1], NAMES):
         raise ValueError(
             "the workers of a problem are ('Alice',) or ('Alice', 'Bob'), the names the model "

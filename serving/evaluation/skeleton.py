@@ -147,7 +147,7 @@ def _write_outline(run: _SkeletonRun, seed: int) -> str:
     """Writes the outline, and answers the budgets that end in it; the text of the list."""
     # One pass per dispatch, so that the outline ends with the token that shows its end.
     session = run.make(
-        _outline_request(run.problem),
+        outline_request(run.problem),
         (_OUTLINE,),
         dataclasses.replace(run.format, step_header="1."),
         seed=seed,
@@ -188,7 +188,7 @@ def _write_threads(
     run.stages.append(threads.session)
     used = min(left, threads.passes)
     for passes in [at for at in run.finish_at if before < at <= before + used]:
-        request = _main_request(run.problem, threads.texts(passes - before))
+        request = main_request(run.problem, threads.texts(passes - before))
         with run.make(request, (_MAIN,), run.format, budget=run.budget) as session:
             run.answers[passes] = dataclasses.replace(session.finish(), passes=passes)
     for step in threads.steps(used, before):
@@ -204,7 +204,7 @@ def _write_main(run: _SkeletonRun, notes: Sequence[str], seed: int) -> FinishRea
     """Goes on from the notes of all threads to the budget; why the stream has ended."""
     before = run.passes
     session = run.make(
-        _main_request(run.problem, notes),
+        main_request(run.problem, notes),
         (_MAIN,),
         run.format,
         budget=run.budget,
@@ -234,7 +234,8 @@ def _shifted(step: Step, before: int) -> Step:
 # The requests.
 
 
-def _outline_request(problem: str) -> str:
+def outline_request(problem: str) -> str:
+    """The message that asks for an outline of a problem."""
     return (
         f"{problem}\n\nDo not solve this yet. First divide the work: list the parts that can be "
         "worked out side by side, so that no part waits for the result of another. Write a "
@@ -243,7 +244,8 @@ def _outline_request(problem: str) -> str:
     )
 
 
-def _thread_request(problem: str, outline: str, code: bool) -> str:
+def thread_request(problem: str, outline: str, code: bool) -> str:
+    """The message that asks for one part of a problem; its title opens the reply."""
     box = "" if code else " and put its result in \\boxed{}"
     return (
         f"{problem}\n\nThe work has been divided into these parts:\n\n{outline}\n\nEach of them is "
@@ -252,7 +254,8 @@ def _thread_request(problem: str, outline: str, code: bool) -> str:
     )
 
 
-def _main_request(problem: str, notes: Sequence[str]) -> str:
+def main_request(problem: str, notes: Sequence[str]) -> str:
+    """The message that asks for the answer, with what was found in each part."""
     if not notes:
         return problem
     parts = "\n\n".join(notes)
@@ -360,13 +363,13 @@ def _decode_threads(
     if not names or not budget:
         return None
     codec = codec_of(model.tokenizer, model.config.vocab_size)
-    request_tokens = len(codec.encode(_main_request(run.problem, names)))
+    request_tokens = len(codec.encode(main_request(run.problem, names)))
     max_tokens = (model.config.max_positions - request_tokens) // 2 // len(names)
     max_tokens = min(budget, max(1, max_tokens))
     # Titles have different lengths, and the longest may take some passes before its thread begins.
     title_passes = max(len(codec.encode(name)) for name in names)
     session = run.make(
-        _thread_request(run.problem, outline, code),
+        thread_request(run.problem, outline, code),
         names,
         dataclasses.replace(run.format, step_header="{name}\n"),
         seed=seed,

@@ -325,7 +325,7 @@ def test_what_is_said_follows_from_what_could_be_seen(script, layout, count):
         assert list(problem.answers) == answers
         for _, step in steps_of(codec, lesson):
             text = codec.decode([target for _, target in step])
-            for found in re.finditer(r"Question (\d): ([\d+*-]+)\.", text):
+            for found in re.finditer(r"Question (\d): (?:Answer \d: )?([\d+*-]+)\.", text):
                 question = problem.questions[int(found[1]) - 1]
                 if isinstance(question, Dependent):
                     seen = before(codec, lesson.trace, step, found.start(2))
@@ -389,7 +389,7 @@ def test_the_question_is_answered_truthfully(script, layout):
 
 def taken(text: str) -> set[int]:
     """The questions that a worker has taken up and not left at once."""
-    return {int(n) for n in re.findall(r"Question (\d)(?!\d|: ?[A-Z])", text)}
+    return {int(n) for n in re.findall(r"Question (\d)(?!\d|: ?(?!Answer)[A-Z])", text)}
 
 
 def test_workers_clash_and_turn_to_something_else(script):
@@ -502,7 +502,7 @@ def test_a_chat_is_the_conversation_that_the_template_renders(script, model, sys
     """Against the template's own rendering of all turns: what Alice has written is learned, to the
     end of each turn, and no more."""
     problems = [make_problem(random.Random(seed)) for seed in range(3)]
-    lesson = sessions.chat(script, problems, system=system)
+    lesson = sessions.chat(script, [(p.prompt(), p.solution()) for p in problems], system=system)
     turns = [
         [{"role": "user", "content": p.prompt()}, {"role": "assistant", "content": p.solution()}]
         for p in problems

@@ -272,11 +272,13 @@ def test_every_equation_of_a_dependent_solution_holds_and_comes_after_what_it_ne
     for expression, value in re.findall(r"([\d+*-]+)=(\d+)", text):
         assert eval(expression) == int(value), expression  # digits and operators alone
     questions = dict(enumerate(problem.prompt().splitlines()[1:], 1))
-    for number, expression, answer in re.findall(
-        r"Question (\d): (\S+)\. .* Answer \1: (\d+)\.", text
+    for number, source, expression, answer in re.findall(
+        r"Question (\d): (?:Answer (\d): )?(\S+)\. .* Answer \1: (\d+)\.", text
     ):
         assert eval(expression) == int(answer) == problem.answers[int(number) - 1]
-        if match := DEPENDENT.fullmatch(questions[int(number)]):
+        match = DEPENDENT.fullmatch(questions[int(number)])
+        assert source == (match[3] if match else "")
+        if match:
             assert expression.split("+")[0] == known[match[3]]
         known[number] = answer
     assert len(known) == 5 and check(text, problem) == [True] * 5
@@ -286,8 +288,9 @@ def test_every_equation_of_a_dependent_solution_holds_and_comes_after_what_it_ne
 def test_a_dependent_question_is_worked_out_digit_by_digit():
     question = arithmetic.Dependent(2, 2, 7)
     assert question.text == "twice the answer of 2, plus 7" and question.value(84) == 175
-    assert question.working(84) == "84+84+7. 4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1."
-    assert arithmetic.Dependent(1, 1, 38).working(47) == "47+38. 7+8=15, 4+3+1=8."
+    steps = "4+4=8, 8+8+0=16. 8+7=15, 6+0+1=7, 1+0+0=1."
+    assert question.working(84) == f"Answer 2: 84+84+7. {steps}"
+    assert arithmetic.Dependent(1, 1, 38).working(47) == "Answer 1: 47+38. 7+8=15, 4+3+1=8."
 
 
 @pytest.mark.parametrize(
