@@ -162,8 +162,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"--earlier is {given.earlier}, but there is no jaxshare in it; name a checkout, such "
             "as `git worktree add` makes"
         )
-    if given.seed < 0:
-        parser.error(f"--seed is {given.seed}, but it must be at least 0")
+    parser.at_least(0, seed=given.seed)
     parser.check_output(given.output)
     return given
 

@@ -13,7 +13,6 @@ for checks. Greedy. How to read the result is in benchmarks/README.md.
 
 import dataclasses
 import random
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from jaxshare.serving.evaluation.arithmetic import (
 from jaxshare.serving.workers.layouts import worker_names
 from scripts.bench.lib import Goal, Parser, finish, machine, own_command, table, versions
 from scripts.train.checking import wrong_body
+from scripts.train.teacher import FOUND
 
 OTHER = "Zoe"
 """The name of the one that has answered before the workers begin."""
@@ -40,7 +40,6 @@ COUNTS = (2, 4)
 MENDED, FALSE_ALARMS = 0.8, 0.02
 """Goals: the part of the errors that are found and mended, and of the right answers that are called
 wrong at most."""
-_FOUND = re.compile(r"Check (\d+):(?:(?!Check).)* Answer \1: (\d+), [^.]*(right|wrong)\.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +112,7 @@ def marks(injected: Injected, texts: Mapping[str, str], passes: int) -> Marks:
     answers = injected.problem.answers
     finders, alarms, checks = set(), 0, 0
     for name, text in texts.items():
-        for number, value, said in _FOUND.findall(text):
+        for number, value, said in FOUND.findall(text):
             if int(number) == injected.wrong:
                 if said != "right" and int(value) == answers[injected.wrong - 1]:
                     finders.add(name)
@@ -220,16 +219,14 @@ def as_text(problems: int, found: Mapping[int, Found]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> Any:
     parser = Parser(prog="scripts.bench.checking", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--model",
-        default="embedded",
-        help="folder or hub id (default: the model that comes with jaxshare)",
-    )
+    parser.add_model()
     parser.add_argument("--problems", type=int, help="default 200, and 8 with --quick")
     parser.add_argument("--quick", action="store_true", help="a few problems")
     parser.reporting()
     options = parser.parse_args(arguments)
-    options.problems = options.problems or (8 if options.quick else 200)
+    options.problems = (
+        (8 if options.quick else 200) if options.problems is None else options.problems
+    )
     if options.problems < 1:
         parser.error(f"--problems is {options.problems}, but at least 1 is needed")
     parser.check_output(options.output)

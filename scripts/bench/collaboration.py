@@ -331,11 +331,7 @@ def draw(found: Mapping[str, Found], folder: Path) -> None:
 
 def parse(arguments: Sequence[str] | None) -> Any:
     parser = Parser(prog="scripts.bench.collaboration", description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--model",
-        default="embedded",
-        help="folder or hub id (default: the model that comes with jaxshare)",
-    )
+    parser.add_model()
     parser.add_argument("--problems", type=int, help="default 200, and 4 with --quick")
     parser.add_argument(
         "--only", metavar="CASE,CASE,...", help=f"some of the cases: {', '.join(CASES)}"

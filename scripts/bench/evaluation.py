@@ -212,8 +212,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
         value = getattr(given, name)
         if value is not None and not 1 <= value <= 4096:
             parser.error(f"--{name} is {value}, but it must be 1 to 4096")
-    if given.seed < 0:
-        parser.error(f"--seed is {given.seed}, but it must be at least 0")
+    parser.at_least(0, seed=given.seed)
     parser.check_output(given.output)
     return given
 

@@ -224,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the embedded model alone")
     parser.reporting()
     given = parser.parse_args(arguments)
-    if given.turns < 1:
-        parser.error(f"--turns is {given.turns}, but it must be at least 1")
+    parser.at_least(1, turns=given.turns)
     parser.check_output(given.output)
     asked = own_command(__file__, arguments)
     where, results = machine(), {}

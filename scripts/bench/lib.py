@@ -64,6 +64,22 @@ class Parser(argparse.ArgumentParser):
             )
         return tuple(map(int, found))
 
+    def at_least(self, least: float, **values: float | None) -> None:
+        """Ends the program where one of the values, by the names of their options, is below `least`;
+        None is what was not given."""
+        for name, value in values.items():
+            if value is not None and not value >= least:
+                option = name.replace("_", "-")
+                self.error(f"--{option} is {value}, but it must be at least {least}")
+
+    def add_model(self) -> None:
+        """Adds --model, by default the embedded one."""
+        self.add_argument(
+            "--model",
+            default="embedded",
+            help="folder or hub id (default: the model that comes with jaxshare)",
+        )
+
     def reporting(self) -> None:
         """Adds what all benchmarks have: how the result is to be given."""
         self.add_argument("--json", action="store_true", help="print one JSON object")
@@ -258,6 +274,11 @@ def write_random(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     return sum(t.size for t in tensors.values())
+
+
+def data_file(name: str) -> Path:
+    """The place of a file of data: in $JAXSHARE_DATA, or in ../shared/data of this checkout."""
+    return Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data") / name
 
 
 def cores() -> int:

@@ -121,11 +121,8 @@ def parse(arguments: Sequence[str] | None) -> LmEvalOptions:
             ("rounds", given.rounds, 3, 1),
         )
     }
-    for name, count in counts.items():
-        if count < 1:
-            parser.error(f"--{name.replace('_', '-')} is {count}, but it must be at least 1")
-    if given.seed < 0:
-        parser.error(f"--seed is {given.seed}, but it must be at least 0")
+    parser.at_least(1, **counts)
+    parser.at_least(0, seed=given.seed)
     if given.data is not None and not given.data.is_file():
         parser.error(f"--data is {given.data}, but there is no such file")
     models = parser.chosen_models(given, [*MODELS])

@@ -289,12 +289,9 @@ def parse(arguments: Sequence[str] | None) -> Any:
     parser.add_argument("--seed", type=int, default=0, help="of prompts and texts")
     parser.reporting()
     given = parser.parse_args(arguments)
-    if given.seed < 0:
-        parser.error(f"--seed is {given.seed}, but it must be at least 0")
-    if given.rounds is not None and given.rounds < 1:
-        parser.error(f"--rounds is {given.rounds}, but it must be at least 1")
-    if given.groups is not None and given.groups < 2:
-        parser.error(f"--groups is {given.groups}, but it must be at least 2")
+    parser.at_least(0, seed=given.seed)
+    parser.at_least(1, rounds=given.rounds)
+    parser.at_least(2, groups=given.groups)
     parser.check_output(given.output)
     return given
 

@@ -305,8 +305,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
     parser.reporting()
     given = parser.parse_args(arguments)
     given.models = parser.chosen_models(given, MODELS)
-    if given.seed < 0:
-        parser.error(f"--seed is {given.seed}, but it must be at least 0")
+    parser.at_least(0, seed=given.seed)
     parser.check_output(given.output)
     return given
 

@@ -78,8 +78,7 @@ def add_arguments(parser: Parser) -> None:
 def check_arguments(parser: Parser, given: argparse.Namespace) -> None:
     """Ends the program where the options of `add_arguments` cannot be right."""
     parser.check_folder("--output", given.output)
-    if given.seed < 0:
-        parser.error(f"--seed is {given.seed}, but it must be at least 0")
+    parser.at_least(0, seed=given.seed)
     if given.resume and given.redraw:
         parser.error("--resume and --redraw are both given; give one of them")
 
@@ -361,6 +360,28 @@ def draw(path: Path, pictures: Mapping[str, Callable[[], Any]]) -> list[str]:
         with whole_file(path / name, "wb") as file:
             make().savefig(file, dpi=130, metadata={"Software": None})
     return [*pictures]
+
+
+def report_of(
+    options: argparse.Namespace,
+    experiment: str,
+    summarise: Callable[[PaperFolder], Mapping[str, Any]],
+    pictures: Callable[[Mapping[str, Any]], Mapping[str, Callable[[], Any]]],
+    as_text: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """Makes the report and the pictures of a folder's points, and prints the report.
+
+    Args:
+      options: of `add_arguments`.
+      experiment: its name, as in `opened`.
+      summarise: of the folder, what follows from its points.
+      pictures: of that, what `draw` takes.
+      as_text: of the report, its text.
+    """
+    found = PaperFolder.read(options.output, experiment)
+    results = summarise(found)
+    report = found.report(results, pictures=draw(options.output, pictures(results)))
+    finish(report, as_text(report), options.output, as_json=options.json)
 
 
 def finish(report: Mapping[str, Any], text: str, path: Path, *, as_json: bool) -> None:

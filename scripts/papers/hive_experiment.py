@@ -134,10 +134,3 @@ def refuse_scripted(options: argparse.Namespace, why: str) -> None:
             f"--model is {SCRIPTED}, a dictionary of answers, but {why}; give `embedded`, a folder "
             "or a hub id"
         )
-
-
-def at_least_one(parser: Parser, **counts: int) -> None:
-    """Ends the program where a count that an option gives is below 1."""
-    for name, count in counts.items():
-        if count < 1:
-            parser.error(f"--{name} is {count}, but it must be at least 1")

@@ -48,7 +48,6 @@ from scripts.papers.hive_experiment import (
     HiveExperiment,
     HivePlan,
     add_data,
-    at_least_one,
     common_settings,
     puzzles_of,
 )
@@ -150,9 +149,9 @@ def plan(parser: Parser, options: argparse.Namespace) -> HivePlan:
     quick = options.quick
     chains = options.chains if options.chains is not None else QUICK_CHAINS if quick else CHAINS
     kept = parser.numbers("--keep", options.keep or (QUICK_KEPT if quick else KEPT), "1,5")
-    at_least_one(parser, breadth=options.breadth)
+    parser.at_least(1, breadth=options.breadth)
     count = options.puzzles if options.puzzles is not None else QUICK_PUZZLES if quick else None
-    at_least_one(parser, puzzles=1 if count is None else count, chains=chains or 1)
+    parser.at_least(1, puzzles=1 if count is None else count, chains=chains or 1)
     engine, variables = agents_options.check_engine(options), variables_of(options.chat)
     answers = None
     if options.model == SCRIPTED:

@@ -34,7 +34,6 @@ from scripts.papers.hive_experiment import (
     HiveExperiment,
     HivePlan,
     add_data,
-    at_least_one,
     common_settings,
     puzzles_of,
     refuse_scripted,
@@ -99,7 +98,7 @@ def scale_of(parser: Parser, options: argparse.Namespace) -> Scale:
         "searched": options.searches,
     }
     changed = {name: count for name, count in given.items() if count is not None}
-    at_least_one(parser, **{{"searched": "searches"}.get(n, n): c for n, c in changed.items()})
+    parser.at_least(1, **{{"searched": "searches"}.get(n, n): c for n, c in changed.items()})
     return dataclasses.replace(QUICK if options.quick else FULL, **changed)
 
 
@@ -117,7 +116,7 @@ def plan(parser: Parser, options: argparse.Namespace) -> HivePlan:
     default = QUICK_TEMPERATURES if quick else TEMPERATURES
     temperatures = temperatures_of(parser, options.temperatures or default)
     tokens = options.tokens if options.tokens is not None else QUICK_TOKENS if quick else TOKENS
-    at_least_one(parser, tokens=tokens, turns=options.turns)
+    parser.at_least(1, tokens=tokens, turns=options.turns)
     supervisors: tuple[str, ...] = ()
     if options.supervisors != "none":
         default = QUICK_SUPERVISORS if quick else ",".join(SUPERVISORS)

@@ -37,7 +37,6 @@ from scripts.papers.folder import PaperFolder, this_machine
 from scripts.papers.hive_experiment import (
     HiveExperiment,
     HivePlan,
-    at_least_one,
     common_settings,
     refuse_scripted,
 )
@@ -98,7 +97,7 @@ def _settings(
     tasks = options.tasks
     if tasks is None:
         tasks = concurrent.QUICK_TASKS if options.quick else concurrent.TASKS
-    at_least_one(parser, tasks=tasks)
+    parser.at_least(1, tasks=tasks)
     settings = {
         **common_settings(options, engine),
         "rounds": list(rounds),
@@ -198,7 +197,7 @@ def plan_section(parser: Parser, options: argparse.Namespace) -> HivePlan:
     repeats = options.repeats
     if repeats is None:
         repeats = QUICK_REPEATS if options.quick else REPEATS
-    at_least_one(parser, repeats=repeats)
+    parser.at_least(1, repeats=repeats)
     others = [*concurrent.POLICIES]
     if options.policy or options.quick:
         others = [*dict.fromkeys((options.policy or HIVE, BASELINE))]

@@ -152,13 +152,9 @@ def _check(parser: Parser, options: argparse.Namespace) -> None:
                     f"--{name.replace('_', '-')} is given, but it is of {', '.join(figures)}, and "
                     f"the figure is {figure}; leave it out"
                 )
-    for name, least in (
-        *(("samples", 1), ("seeds", 1), ("ask_every", 0), ("rounds", 1), ("steps", 1)),
-        *(("gradings", 1), ("prefix_tokens", 1)),
-    ):
-        if (value := getattr(options, name)) is not None and value < least:
-            option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option} is {value}, but it must be at least {least}")
+    counted = ("samples", "seeds", "rounds", "steps", "gradings", "prefix_tokens")
+    parser.at_least(1, **{name: getattr(options, name) for name in counted})
+    parser.at_least(0, ask_every=options.ask_every)
     if options.steps is not None and options.steps > STEP_ROOM - CURRENT:
         parser.error(f"--steps is {options.steps}, but it must be at most {STEP_ROOM - CURRENT}")
 

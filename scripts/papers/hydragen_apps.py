@@ -85,13 +85,11 @@ def check(parser: Parser, given: argparse.Namespace) -> None:
     for name, default in zip(names, quick if given.quick else full, strict=True):
         if getattr(given, name) is None:
             setattr(given, name, default)
-    least = dict.fromkeys(("problems", "new_tokens", "batch", "rounds", "larger_batch"), 1)
-    least |= {"shots": 0, "samples": 1, "max_kv_gib": 0.001, "temperature": 0.0}
-    for name, smallest in least.items():
-        value = getattr(given, name)
-        if value is not None and not value >= smallest:
-            option = name.replace("_", "-")
-            parser.error(f"--{option} is {value}, but it must be at least {smallest}")
+    counted = ("problems", "new_tokens", "batch", "rounds", "larger_batch", "samples")
+    parser.at_least(1, **{name: getattr(given, name) for name in counted})
+    parser.at_least(0, shots=given.shots)
+    parser.at_least(0.001, max_kv_gib=given.max_kv_gib)
+    parser.at_least(0.0, temperature=given.temperature)
     given.sides = [SIDES[name] for name in parser.some_of("--sides", given.sides, [*SIDES])]
     judging.check(parser, given)
 
@@ -115,12 +113,12 @@ def run(options: argparse.Namespace, command: str) -> int:
         print(f"line {bad['line']} of {options.task}: {bad['error']}", file=sys.stderr)
     if not options.redraw:
         _sample(options, command, task)
-    found = PaperFolder.read(options.output, EXPERIMENT)
-    marked = judging.mark(options, found, task, _texts(found))
-    results = {**summarise(found), **marked, "bad_lines": [*task.bad_lines]}
-    pictures = folders.draw(options.output, plots.apps(results))
-    report = found.report(results, pictures=pictures)
-    folders.finish(report, as_text(report), options.output, as_json=options.json)
+
+    def marked(found: PaperFolder) -> dict[str, Any]:
+        marks = judging.mark(options, found, task, _texts(found))
+        return {**summarise(found), **marks, "bad_lines": [*task.bad_lines]}
+
+    folders.report_of(options, EXPERIMENT, marked, plots.apps, as_text)
     return 3 if task.bad_lines else 0
 
 

@@ -77,11 +77,8 @@ def check(parser: Parser, given: argparse.Namespace) -> None:
     for name in _SIZES:
         found = parser.numbers(f"--{name}", getattr(given, name), "64,512")
         setattr(given, name, sorted(found))
-    for name, least in (("rounds", 1), ("max_kv_gib", 0.001), ("tensor", 1)):
-        value = getattr(given, name)
-        if value is not None and not value >= least:
-            option = name.replace("_", "-")
-            parser.error(f"--{option} is {value}, but it must be at least {least}")
+    parser.at_least(1, rounds=given.rounds, tensor=given.tensor)
+    parser.at_least(0.001, max_kv_gib=given.max_kv_gib)
     if given.dtype not in (None, "bfloat16"):
         parser.error(f"--dtype is {given.dtype}, but attention alone is measured in bfloat16")
 
@@ -94,11 +91,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     """
     if not options.redraw:
         _measure(options, command)
-    found = PaperFolder.read(options.output, EXPERIMENT)
-    results = summarise(found)
-    pictures = folders.draw(options.output, plots.attention(results))
-    report = found.report(results, pictures=pictures)
-    folders.finish(report, as_text(report), options.output, as_json=options.json)
+    folders.report_of(options, EXPERIMENT, summarise, plots.attention, as_text)
     return 0
 
 

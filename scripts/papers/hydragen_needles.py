@@ -14,7 +14,6 @@ the same loop.
 import argparse
 import dataclasses
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from jaxshare import DecodeState, KVCache, Layout, decode
 from jaxshare.models import LoadedModel
 from jaxshare.serving import jsonl
 from jaxshare.serving.inputs import cache_dtype, encode, token_bytes
-from scripts.bench.lib import ROOT, Parser, alternate, progress, table
+from scripts.bench.lib import Parser, alternate, data_file, progress, table
 from scripts.bench.parts.sharing.attention import NO_ATTENTION, SHARED, UNSHARED, Say
 from scripts.bench.parts.sharing.decode import AttentionFreeModel
 from scripts.bench.parts.sharing.generate import count_tokens
@@ -88,15 +87,11 @@ def check(parser: Parser, given: argparse.Namespace) -> None:
     questions = given.questions or ("2,4" if given.quick else "16,32,64,128,256")
     given.questions = sorted(parser.numbers("--questions", questions, "64,256"))
     given.rounds = given.rounds if given.rounds is not None else 1 if given.quick else 3
-    for name, least in (("rounds", 1), ("max_kv_gib", 0.001)):
-        value = getattr(given, name)
-        if value is not None and not value >= least:
-            option = name.replace("_", "-")
-            parser.error(f"--{option} is {value}, but it must be at least {least}")
+    parser.at_least(1, rounds=given.rounds)
+    parser.at_least(0.001, max_kv_gib=given.max_kv_gib)
     if given.redraw:
         return
-    data = Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data")
-    text = given.text or data / DEFAULT_TEXT
+    text = given.text or data_file(DEFAULT_TEXT)
     if not text.is_file():
         what = f"--text is {given.text}, but there is no such file"
         parser.error(
@@ -115,11 +110,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     """
     if not options.redraw:
         _measure(options, command)
-    found = PaperFolder.read(options.output, EXPERIMENT)
-    results = summarise(found)
-    pictures = folders.draw(options.output, plots.needles(results))
-    report = found.report(results, pictures=pictures)
-    folders.finish(report, as_text(report), options.output, as_json=options.json)
+    folders.report_of(options, EXPERIMENT, summarise, plots.needles, as_text)
     return 0
 
 

@@ -83,11 +83,9 @@ def check(parser: Parser, given: argparse.Namespace) -> None:
     given.batches = sorted(parser.numbers("--batches", given.batches, "1,8,32"))
     given.prefixes = sorted(parser.numbers("--prefixes", given.prefixes, "128,1024"))
     given.sides = [SIDES[name] for name in parser.some_of("--sides", given.sides, [*SIDES])]
-    for name, least in (("new_tokens", 2), ("rounds", 1), ("max_kv_gib", 0.001)):
-        value = getattr(given, name)
-        if value is not None and not value >= least:
-            option = name.replace("_", "-")
-            parser.error(f"--{option} is {value}, but it must be at least {least}")
+    parser.at_least(2, new_tokens=given.new_tokens)
+    parser.at_least(1, rounds=given.rounds)
+    parser.at_least(0.001, max_kv_gib=given.max_kv_gib)
 
 
 def run(options: argparse.Namespace, command: str) -> int:
@@ -98,11 +96,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     """
     if not options.redraw:
         _measure(options, command)
-    found = PaperFolder.read(options.output, EXPERIMENT)
-    results = summarise(found)
-    pictures = plots.throughput(results)
-    report = found.report(results, pictures=folders.draw(options.output, pictures))
-    folders.finish(report, as_text(report), options.output, as_json=options.json)
+    folders.report_of(options, EXPERIMENT, summarise, plots.throughput, as_text)
     return 0
 
 

@@ -132,15 +132,7 @@ def chat(script: Script, turns: Sequence[tuple[str, str]], *, system: bool = Tru
         tokens = [*asked, *written]
         spans.append((len(asked), len(tokens)))
         messages.append({"role": "assistant", "content": answer})
-    recorder = Recorder(1)
-    recorder.text(tokens, 0)
-    at = np.concatenate([np.arange(begin - 1, end - 1) for begin, end in spans]).astype(np.int32)
-    return Lesson(
-        recorder.trace(names=["prompt"]),
-        at,
-        np.asarray(tokens, np.int32)[at + 1],
-        np.ones(len(at), np.float32),
-    )
+    return _text_lesson(tokens, spans)
 
 
 def plain(script: Script, message: str, answer: str) -> Lesson:
@@ -156,9 +148,14 @@ def lone(script: Script, message: str, opening: str, answer: str) -> Lesson:
 
 def _answered(script: Script, asked: list[int], answer: str) -> Lesson:
     tokens = [*asked, *script.codec.encode(answer), script.end]
+    return _text_lesson(tokens, [(len(asked), len(tokens))])
+
+
+def _text_lesson(tokens: list[int], spans: Sequence[tuple[int, int]]) -> Lesson:
+    """A text of which these spans, each of a begin and an end, are to be learned."""
     recorder = Recorder(1)
     recorder.text(tokens, 0)
-    at = np.arange(len(asked) - 1, len(tokens) - 1, dtype=np.int32)
+    at = np.concatenate([np.arange(begin - 1, end - 1) for begin, end in spans]).astype(np.int32)
     return Lesson(
         recorder.trace(names=["prompt"]),
         at,

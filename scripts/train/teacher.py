@@ -39,7 +39,7 @@ _CLAIM = re.compile(r"Question (\d+)(?!\d|: ?(?!Answer )[^\d\s])")
 """A question under way: one followed by a name was left to another worker."""
 _CHECK = re.compile(r"Check (\d+)(?!\d|: ?(?!Answer )[^\d\s])")
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
-_FOUND = re.compile(r"Check (\d+):(?:(?!Check).)* Answer \1: (\d+), [^.]*(right|wrong)\.")
+FOUND = re.compile(r"Check (\d+):(?:(?!Check).)* Answer \1: (\d+), [^.]*(right|wrong)\.")
 _SENTENCE = re.compile(r"[.] ?$")
 _LONGEST_LULL = 45
 """Passes: a worker that waits begins a new paragraph after six."""
@@ -180,7 +180,7 @@ class Paragraph:
         """By the question that it has checked: the answer, and whether that was given before."""
         return {
             int(number): (int(answer), said == "right")
-            for number, answer, said in _FOUND.findall(self.text)
+            for number, answer, said in FOUND.findall(self.text)
         }
 
     @property

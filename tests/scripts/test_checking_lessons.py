@@ -150,3 +150,10 @@ def test_injected_sessions_have_one_right_and_one_wrong_answer():
         assert sorted(right) == [False, True]
         assert int(given[right.index(False)][0]) == injected.wrong
         assert "check what others answer" in injected.problem.prompt()
+
+
+def test_no_problems_are_refused(capsys):
+    with pytest.raises(SystemExit) as error:
+        bench.main(["--problems", "0"])
+    assert error.value.code == 2
+    assert "--problems is 0, but at least 1 is needed" in capsys.readouterr().err

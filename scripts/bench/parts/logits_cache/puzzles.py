@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving.evaluation.arithmetic import make_problem
 from jaxshare.serving.inputs import encode
-from scripts.bench.lib import ROOT, Parser
+from scripts.bench.lib import ROOT, Parser, data_file
 
 
 def puzzle_file(parser: Parser, given: Path | None) -> Path | None:
@@ -22,8 +21,7 @@ def puzzle_file(parser: Parser, given: Path | None) -> Path | None:
     there is none. Ends the program where a file that is named does not exist."""
     if given is not None and not given.is_file():
         parser.error(f"--data is {given}, but there is no such file")
-    folder = Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data")
-    found = given or folder / "game24.csv"
+    found = given or data_file("game24.csv")
     return found if found.is_file() else None
 
 

@@ -1,11 +1,10 @@
 """The sizes and the command line of the benchmark of sharing."""
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.bench.lib import ROOT, Parser
+from scripts.bench.lib import ROOT, Parser, data_file
 from scripts.bench.parts.decode import sides as decode_sides
 from scripts.bench.parts.sharing import plots
 from scripts.bench.peer import TORCH_PYTHON, other_python
@@ -289,10 +288,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
 def _text(parser: Parser, given: Path | None, parts: str | None) -> Path | None:
     """The file that needles are hidden in; ends the program if it is missing and was named,
     or if needles were named."""
-    text = (
-        given
-        or Path(os.environ.get("JAXSHARE_DATA") or ROOT.parent / "shared" / "data") / DEFAULT_TEXT
-    )
+    text = given or data_file(DEFAULT_TEXT)
     if text.is_file():
         return text
     if given is not None or parts is not None:
