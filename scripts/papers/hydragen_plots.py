@@ -11,7 +11,7 @@ from scripts.bench.parts.sharing.attention import (
     UNSHARED,
 )
 from scripts.bench.parts.sharing.generate import MORE, ONE, TWO
-from scripts.bench.parts.sharing.plots import COLORS, legend, make_figure, powers
+from scripts.bench.parts.sharing.plots import COLORS, legend, make_figure, plain_numbers, powers
 from scripts.papers.hydragen_peers import ABSENT
 
 _SIDES = {
@@ -106,6 +106,7 @@ def _speedups(points: Sequence[Mapping[str, Any]]) -> Any:
         axes.axhline(1, color="#888888", linewidth=1)
         axes.set(title=f"suffix of {suffix}", xscale="log", yscale="log", xlabel="rows")
         powers(axes.xaxis, rows)
+        plain_numbers(axes.yaxis)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("times as long as shared")
     legend(figure, panels, columns=2 if len(panels) == 1 else 4)

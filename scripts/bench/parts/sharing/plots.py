@@ -64,6 +64,14 @@ def powers(axis: Any, values: Sequence[int]) -> None:
     axis.minorticks_off()
 
 
+def plain_numbers(axis: Any) -> None:
+    """Gives a logarithmic axis numbers such as 2 and 0.5 as its marks, in place of powers of ten."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_major_formatter(LogFormatter())
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+
+
 def _attention(points: Sequence[Mapping[str, Any]]) -> Any:
     """GFLOP/s over the length of the prefix, a panel for each number of rows; long suffixes
     dotted."""
