@@ -14,6 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxshare.serving.made_once import made_once
+
 _START, _END, _EDGE = "\U000f0000", "\U000f0001", "\U000f0002"
 """Marks: of the start and the end of a control token in people's words, and of an edge of these
 words where they might be a part of one."""
@@ -224,7 +226,7 @@ class _Control:
         return [*pieces, (plain[start:], False)]
 
 
-@functools.lru_cache(maxsize=8)
+@made_once(maxsize=8)
 def _control_of(tokenizer: Any, template: Any) -> _Control:
     return _Control(tokenizer)
 

@@ -8,7 +8,7 @@ whether its work is redundant.
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from jaxshare.cache import KVCache
-from jaxshare.decoding.array_rows import filled, with_row
+from jaxshare.decoding.array_rows import filled, placed, with_row
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.sampling import uniforms
 from jaxshare.decoding.sessions import Sessions
@@ -189,7 +189,7 @@ class Steps:
             at_once=none.at_once | at_once,
             together=none.together | together,
             on_stop=none.on_stop | on_stop,
-            targets=jnp.asarray(targets, jnp.int32),
+            targets=placed(np.asarray(targets, np.int32)),
             ask_every=zeros + ask_every,
             seed=none.seed + words,
         )
@@ -223,6 +223,12 @@ class Steps:
             openings=with_row(self.openings, row, tokens),
             opening_sizes=with_row(self.opening_sizes, row, sizes),
         )
+
+    def openings_on_host(self) -> "Steps":
+        """The steps with their openings in arrays of numpy, for several calls of `prepare`."""
+        names = ("base", "prepared", "openings", "opening_sizes")
+        on_host: Any = {name: np.asarray(getattr(self, name)) for name in names}
+        return dataclasses.replace(self, **on_host)
 
     def begin(self, row: int, number: int) -> "Steps":
         """Starts step `number` of a row, with nothing of it sampled yet."""

@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int, Int32
 
+from jaxshare.decoding.array_rows import placed
 from jaxshare.trace.trace import NO_ROW, NOT_ENDED, Trace
 
 
@@ -55,7 +56,7 @@ class PassLog:
             np.zeros((passes, num_blocks), np.int32),
             np.zeros((passes + 1, rows), bool),
         )
-        return cls(*jax.device_put(none))
+        return cls(*placed(none))
 
     @property
     def capacity(self) -> int:

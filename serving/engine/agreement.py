@@ -111,6 +111,7 @@ class _SharedLock(DeviceLock):
 
     def __init__(self, store: Store, folder: str):
         super().__init__()
+        self._changed = threading.Condition(self._lock)
         self._store, self._folder = store, folder
         self._number = 0  # of the next turn
         self._error: Exception | None = None  # of all turns from now on

@@ -364,6 +364,7 @@ class DecodeRows:
             self._is_warm = is_warm
             self.dispatch([], passes=0, stop_on_finish=False)
             self.fetch()
+        self._views.keep_groups()
 
     def _grow(self, requests: Sequence[Request]) -> None:
         """Makes places for the settings of these requests' samplers, and for their texts."""

@@ -30,8 +30,9 @@ class EngineLoop:
     def __init__(self, scheduler: Scheduler, leases: LeaseTable, metrics: Metrics):
         self.metrics, self._scheduler, self._leases = metrics, scheduler, leases
         self.tracer: RequestTracer | None = None
-        self._changed = threading.Condition()
-        self._sessions = SubmittedSessions(self._changed)
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._sessions = SubmittedSessions(lock, self._changed)
         self._decisions = StepDecisions(scheduler, leases, self._sessions, self._changed)
         self._submitted, self._requests = self._decisions.submitted, self._decisions.requests
         self._closed, self._step_seconds = False, 0.0  # of the last step

@@ -15,15 +15,19 @@ class SubmittedSessions:
     """Sessions that have asked for passes, and are not in the scheduler yet.
 
     Args:
-      changed: the condition under which all of this is used; it is notified elsewhere.
+      lock: under which all of this is used.
+      changed: a condition of it, which the engine's thread waits for.
 
     Attributes:
       submitted: the passes that sessions have asked for.
     """
 
-    def __init__(self, changed: threading.Condition):
-        self._changed = changed
+    def __init__(self, lock: threading.RLock, changed: threading.Condition):
+        self._lock, self._changed = lock, changed
         self.submitted: list[SessionPasses] = []
+        # Each thread has a condition of its own: to wake all for what one waits for takes longer than
+        # what they do then.
+        self._waiting: dict[SessionPasses, threading.Condition] = {}
         self._recent: set[KVLease] = set()  # of the last dispatch, which will ask for more
 
     @property
@@ -47,14 +51,18 @@ class SubmittedSessions:
           Exception: the error of the session.
         """
         interrupt: BaseException | None = None
-        while not session.done:
-            try:
-                self._changed.wait_for(lambda: session.done)
-            except BaseException as error:
-                if session in self.submitted:
-                    self.submitted.remove(session)
-                    raise
-                interrupt = error
+        over = self._waiting[session] = threading.Condition(self._lock)
+        try:
+            while not session.done:
+                try:
+                    over.wait_for(lambda: session.done)
+                except BaseException as error:
+                    if session in self.submitted:
+                        self.submitted.remove(session)
+                        raise
+                    interrupt = error
+        finally:
+            del self._waiting[session]
         if session.error:
             raise session.error
         return interrupt
@@ -91,11 +99,19 @@ class SubmittedSessions:
     def end(self, sessions: list[SessionPasses], compile_seconds: float) -> None:
         """Ends those that have been in a dispatch, and clears the list."""
         for session in sessions:
-            session.compile_seconds, session.done = compile_seconds, True
+            session.compile_seconds = compile_seconds
+            self._wake(session)
         self._recent = {session.owner for session in sessions if not session.error}
         sessions.clear()
 
     def fail(self, sessions: Iterable[SessionPasses], error: Exception) -> None:
         """Ends sessions with an error, unless they have another one."""
         for session in sessions:
-            session.error, session.done = session.error or error, True
+            session.error = session.error or error
+            self._wake(session)
+
+    def _wake(self, session: SessionPasses) -> None:
+        """Lets the thread of a session go on."""
+        session.done = True
+        if over := self._waiting.get(session):
+            over.notify_all()

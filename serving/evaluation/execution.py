@@ -31,8 +31,9 @@ _CPU_ROWS, _ROWS = 64, 256
 _MAX_CONCURRENCY = 512
 _BATCH = 256
 """The most runs of a task of a replica."""
-_STEP_TOKENS, _SPARE = 640, 1280
-"""Tokens of a step, and those of headers, templates and the early answer's prompt, and of rounding."""
+_STEP_TOKENS, _OPENING, _SPARE = 640, 64, 1280
+"""Tokens of a step, those of what opens it, and those of headers, templates and the early answer's
+prompt, and of rounding."""
 
 
 def execute(model: LoadedModel, concurrency: int | None = 1) -> Execute:
@@ -240,9 +241,14 @@ def _tokens(model: LoadedModel, spec: RunSpec) -> int:
     written = rounded_budget(spec.budgets[-1])
     rows = _rows(spec)
     tokens = (
-        prompt + rows * (2 * written + min(written, _STEP_TOKENS)) + spec.answer_tokens + _SPARE
+        prompt
+        + rows * (2 * written + min(written + _OPENING, _STEP_TOKENS))
+        + spec.answer_tokens
+        + _SPARE
     )
-    return min(tokens, (rows + 1) * model.config.max_positions)
+    # Workers see all that the others write; rows of the other methods what is their own.
+    contexts = 1 if spec.method == "workers" else rows + 1
+    return min(tokens, contexts * model.config.max_positions + _SPARE)
 
 
 # On a Ray cluster.

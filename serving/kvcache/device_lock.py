@@ -41,8 +41,9 @@ class DeviceLock:
     shared, decides = False, True
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._tickets: collections.deque[object] = collections.deque()
+        self._lock = threading.RLock()
+        # A condition of its own for each thread that waits: the next one alone is woken.
+        self._tickets: collections.deque[threading.Condition] = collections.deque()
         self._busy = False
 
     @contextlib.contextmanager
@@ -53,22 +54,26 @@ class DeviceLock:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        ticket = object()
-        with self._changed:
+        ticket = threading.Condition(self._lock)
+        with self._lock:
             self._tickets.append(ticket)
             try:
-                self._changed.wait_for(lambda: not self._busy and self._tickets[0] is ticket)
+                ticket.wait_for(lambda: not self._busy and self._tickets[0] is ticket)
                 self._busy = True
             finally:
                 # An interrupted wait must not block the later tickets.
                 self._tickets.remove(ticket)
-                self._changed.notify_all()
+                self._wake_next()
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._busy = False
-                self._changed.notify_all()
+                self._wake_next()
+
+    def _wake_next(self) -> None:
+        if self._tickets and not self._busy:
+            self._tickets[0].notify()
 
     def fail(self, error: Exception) -> None:
         """Ends the use of the device in all processes, after an error of this one."""

@@ -30,21 +30,34 @@ class FanInGroups:
     """
 
     def __init__(self, num_rows: int, sizes: tuple[int, ...] = ()):
-        self._num_rows, self.sizes = num_rows, sizes
+        self._num_rows, self.sizes, self._is_first = num_rows, sizes, True
 
-    def update(self, fan_ins: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
+    def update(
+        self, fan_ins: Sequence[int], tokens: Sequence[int], *, lasting: bool = False
+    ) -> tuple[int, ...]:
         """Chooses the groups for blocks of these fan-ins and sizes.
 
-        Blocks that the groups so far serve, and few blocks of few tokens, change nothing.
+        Blocks that the groups so far serve, and few blocks of few tokens, change nothing; but for
+        the first program any are worth it that rows will go on to share.
+
+        Args:
+          fan_ins, tokens: of the blocks.
+          lasting: rows go on to share them, as those of a session do, and write more.
         """
         rows, tiles = np.asarray(fan_ins, np.int64), -(-np.asarray(tokens, np.int64) // _TILE)
         few = (rows > 1) & (rows <= self._num_rows // 2)
         served = np.zeros_like(few)
         for group in self.sizes:  # one up to four times as large reads a block well
             served |= (rows <= group) & (4 * rows > group)
-        if self._num_rows >= _MIN_ROWS and int(tiles[few & ~served].sum()) >= _MIN_TILES:
+        least = 1 if lasting and self._is_first else _MIN_TILES
+        self._is_first &= not len(rows)
+        if self._num_rows >= _MIN_ROWS and int(tiles[few & ~served].sum()) >= least:
             self.sizes = group_sizes(rows[few].tolist(), self._num_rows)
         return self.sizes
+
+    def keep(self) -> None:
+        """Keeps the groups until others pay, as a program has been compiled with these."""
+        self._is_first = False
 
 
 def group_sizes(fan_ins: Sequence[int], num_rows: int) -> tuple[int, ...]:

@@ -119,9 +119,15 @@ class ViewBuilder:
             groups = self._groups.update(
                 [fan_ins[slot] for slot in range(len(extents))],
                 [extent.length for extent in extents],
+                lasting=bool(sessions),
             )
         table = _table(extents, self._slots)
         return View(table, blocks, own, self._width, groups, first)
+
+    def keep_groups(self) -> None:
+        """Keeps the fan-in groups until others pay; see `FanInGroups.keep`."""
+        if self._groups:
+            self._groups.keep()
 
 
 def _table(extents: Sequence[Extent], slots: int) -> np.ndarray:

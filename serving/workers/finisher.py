@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxshare import DecodeState, FinishReason, Layout, Sampler
+from jaxshare.decoding.array_rows import arrays_on_host
 from jaxshare.decoding.steps import Steps
 from jaxshare.serving.errors import NotANumberError
 from jaxshare.serving.workers.dispatch import run_beside
@@ -124,30 +125,32 @@ def _guess(
     sizes = {"width": own.layout.blocks.shape[1], "groups": own.layout.groups}
     layout = session.model.adapted(Layout.from_blocks(listed, **sizes))
     capacity, num_openings, longest = own.tokens.shape[1], *own.steps.openings.shape[1::2]
-    steps = Steps.create(
-        no_step,
-        closes,
-        [-1] * rows,
-        capacity=capacity,
-        openings=num_openings,
-        longest=longest,
-        at_once=True,
-    )
-    state = DecodeState.create(
-        dataclasses.replace(own.cache, lengths=lengths + 0),
-        layout,
-        [fed, *[()] * (rows - 1)],
-        vocab_size=session.model.config.vocab_size,
-        max_new_tokens=max_tokens,
-        max_width=FEED_WIDTH,
-        samplers=Sampler(bias=session.sampler.bias, forbidden=session.sampler.forbidden),
-        stops=session.model.generation.stop_tokens,
-        steps=dataclasses.replace(steps, answer_state=steps.answer_state + start),
-        queue=own.queue_capacity,
-        capacity=capacity,
-        places=own.samplers.places,
-        record=own.record.capacity,
-    )
+    # The first dispatch takes them from there, which costs less than a transfer for each.
+    with arrays_on_host():
+        steps = Steps.create(
+            no_step,
+            closes,
+            [-1] * rows,
+            capacity=capacity,
+            openings=num_openings,
+            longest=longest,
+            at_once=True,
+        )
+        state = DecodeState.create(
+            dataclasses.replace(own.cache, lengths=lengths + 0),
+            layout,
+            [fed, *[()] * (rows - 1)],
+            vocab_size=session.model.config.vocab_size,
+            max_new_tokens=max_tokens,
+            max_width=FEED_WIDTH,
+            samplers=Sampler(bias=session.sampler.bias, forbidden=session.sampler.forbidden),
+            stops=session.model.generation.stop_tokens,
+            steps=dataclasses.replace(steps, answer_state=steps.answer_state + start),
+            queue=own.queue_capacity,
+            capacity=capacity,
+            places=own.samplers.places,
+            record=own.record.capacity,
+        )
     found: list[int] = []
     while int(state.reasons[0]) == FinishReason.RUNNING:
         state = run_beside(

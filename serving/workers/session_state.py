@@ -240,18 +240,20 @@ class SessionState:
 
         Where the host ends steps there are none: in the ablation, and for a step that has grown.
         """
+        steps, passes = self.state.steps, self.settings["passes_at_once"]
+        capacity, changed = steps.openings.shape[1], steps
         for name, cursor in self.transcript.cursors.items():
-            number, steps = cursor.step.number, self.state.steps
-            soon = number + self.settings["passes_at_once"]
-            if self.reencodes or soon < self.prepared[name]:
+            number = cursor.step.number
+            if self.reencodes or number + passes < self.prepared[name]:
                 continue
             pairs: Openings = ()
             if not self.has_grown(name):
-                end = self.prepared[name] = number + 1 + steps.openings.shape[1]
+                end = self.prepared[name] = number + 1 + capacity
                 pairs = self.texts.later_openings(self.roster, name, range(number + 1, end))
-            self.state = dataclasses.replace(
-                self.state, steps=steps.prepare(cursor.row, number + 1, pairs)
-            )
+            # On the host, where it starts no program for each row.
+            changed = steps.openings_on_host() if changed is steps else changed
+            changed = changed.prepare(cursor.row, number + 1, pairs)
+        self.state = dataclasses.replace(self.state, steps=changed)
 
 
 def feed_text(

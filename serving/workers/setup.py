@@ -18,7 +18,6 @@ from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.steps import Steps
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.decisions import text_digest
-from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.engine.session_passes import MIN_PLACES, RowShape
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import cache_dtype, check_sampler, chosen, default_sampler
@@ -97,7 +96,7 @@ class _SessionPlan:
         reserved = reserved_blocks(max_workers - len(names))
         # Workers that join may bring headers that a single worker does without.
         later = make_layout((*names, *reserved), format).texts if reserved else {}
-        headers = {b: codec.encode(text) for b, text in {**later, **layout.texts}.items()}
+        headers = {b: codec.encode_recurring(text) for b, text in {**later, **layout.texts}.items()}
         roster = Roster.create(names, layout, max_rows=max_workers, small=(*headers, FINISHER))
         texts = SessionTexts.of(codec, format, settings["problem"], roster)
         sizes = _sizes(model, settings, roster, texts, headers)
@@ -299,7 +298,7 @@ def _sizes(
 def _finisher_prompt(settings: Mapping[str, Any], texts: SessionTexts) -> int:
     """The tokens of the longest prompt of an early finisher."""
     prompts = settings["format"].finisher, settings["format"].code_finisher
-    return max(len(texts.codec.encode(text)) for text in prompts)
+    return max(len(texts.codec.encode_recurring(text)) for text in prompts)
 
 
 def _fill_cache(
@@ -328,7 +327,6 @@ def _fill_cache(
             )
         )
         growth = Growth(np.asarray(cache.offsets), np.asarray(cache.capacities))
-        _, cache = prefill(model, [], cache, block=0)  # compiles
         watch, broken = Stopwatch.start(), []
         for block, tokens in plan.contents.items():
             if tokens:
@@ -387,8 +385,9 @@ def _decode_state(
     )
     openings = [texts.first_opening(roster, name) if name else [] for name in roster.rows]
     ends, closes = plan.tables
-    # The dispatches of an engine move a session's rows on the host.
-    with arrays_on_host() if engine else contextlib.nullcontext():
+    # The first dispatch takes them from there, which costs less than a transfer for each; those of an
+    # engine move a session's rows on the host.
+    with arrays_on_host():
         steps = Steps.create(
             ends,
             closes,

@@ -15,6 +15,7 @@ SHARED = (
     "inputs",
     "chat_template",
     "words",
+    "made_once",
     "errors",
     "checkpoints",
     "checksums",

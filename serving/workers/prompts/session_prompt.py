@@ -1,9 +1,9 @@
 """The texts of a session of workers as tokens: its prompt, and what opens steps."""
 
 import dataclasses
-import functools
 from typing import Self
 
+from jaxshare.serving.made_once import made_once
 from jaxshare.serving.words import check_tokens
 from jaxshare.serving.workers.prompts.format import Format, StepOpening
 from jaxshare.serving.workers.roster import Roster
@@ -38,7 +38,7 @@ class SessionTexts:
         used = format if roster.layout.moves else dataclasses.replace(format, history_header="")
         prompt = used.prompt_tokens(codec.tokenizer, problem, roster.names)
         check_tokens(prompt, len(codec.vocabulary))
-        texts = cls(codec, format, prompt, codec.encode(format.separator), [])
+        texts = cls(codec, format, prompt, codec.encode_recurring(format.separator), [])
         if texts.opening(roster, roster.names[0], 1):
             return texts
         return dataclasses.replace(texts, prompt=prompt[:-1], bare=prompt[-1:])
@@ -91,7 +91,7 @@ class SessionTexts:
         return [*self.separator, *self.codec.encode(opening + self.codec.mark(text))]
 
 
-@functools.lru_cache(maxsize=64)
+@made_once(maxsize=64)
 def _later_openings(
     codec: Codec, template: str, opening: StepOpening, name: str, numbers: range
 ) -> Openings:

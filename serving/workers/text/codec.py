@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxshare.serving.grammars.token_bytes import token_bytes
+from jaxshare.serving.made_once import made_once
 from jaxshare.serving.words import check_tokens, encode_marked, mark
 
 
@@ -47,7 +48,7 @@ class Codec:
         return b"".join(self.vocabulary[token] for token in tokens).decode(errors="replace")
 
 
-@functools.lru_cache(maxsize=8)
+@made_once(maxsize=8)
 def codec_of(tokenizer: Any, vocab_size: int) -> Codec:
     """The codec of a tokenizer, cached because building it reads every token."""
     return Codec(tokenizer, vocab_size)

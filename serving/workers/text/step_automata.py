@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Set
 from typing import Any, Self
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
+from jaxshare.serving.made_once import made_once
 from jaxshare.serving.workers.text.codec import Codec, check_separator
 
 STOP_ON = ("answer", "eos", "never")
@@ -225,7 +226,7 @@ def never() -> ByteAutomaton:
     return ByteAutomaton.build(0, lambda state, byte: (0, False))
 
 
-@functools.lru_cache(maxsize=8)
+@made_once(maxsize=8)
 def step_tables(
     codec: Codec, separator: str, answer: Callable[[], ByteAutomaton]
 ) -> tuple[TokenAutomaton, TokenAutomaton]:
@@ -244,7 +245,7 @@ def step_tables(
     return automaton.lift(codec.vocabulary), answer().lift(codec.vocabulary)
 
 
-@functools.lru_cache(maxsize=8)
+@made_once(maxsize=8)
 def finisher_tables(
     codec: Codec, prompt: str, automaton: Callable[[], ByteAutomaton]
 ) -> tuple[TokenAutomaton, TokenAutomaton, int]:

@@ -1,7 +1,10 @@
 """What is compiled before a request comes, no request waits for; and hosts share their programs."""
 
 import collections
+import concurrent.futures
 import contextlib
+import copy
+import dataclasses
 
 import jax
 import pytest
@@ -68,3 +71,21 @@ def test_a_session_generate_and_an_engine_share_their_programs():
                 session.run()
                 assert session.finish(sees=session.layout.overview("Bob")) == alone
     assert (compiled["jit(_decode)"], compiled["jit(_forward)"]) == (2, 2)
+
+
+def test_sessions_that_begin_together_share_one_program():
+    """They find the ends of steps with the same tables, whichever thread was first to ask for them,
+    and the first one's groups serve the others, too."""
+
+    def run(problem: str) -> None:
+        names = ("Alice", "Bob", "Cara", "Dan")
+        with Workers(tables_of_its_own, problem, names=names, budget=8, engine=engine) as session:
+            session.run()
+
+    # A tokenizer whose tables no test has asked for before.
+    tables_of_its_own = dataclasses.replace(model(), tokenizer=copy.deepcopy(model().tokenizer))
+    with Engine(tables_of_its_own, max_rows=32) as engine, counted_compiles() as compiled:
+        run(PROMPT)
+        with concurrent.futures.ThreadPoolExecutor(7) as threads:
+            list(threads.map(run, [f"{n}. 47 + 3{n}" for n in range(1, 8)]))
+    assert compiled["jit(_decode)"] == 1

@@ -5,12 +5,16 @@ import threading
 import time
 import types
 
+import numpy as np
 import pytest
 
 from jaxshare import Sampler
+from jaxshare.arena import extents
 from jaxshare.models import EMBEDDED, load
+from jaxshare.serving import Workers
 from jaxshare.serving.errors import EngineError, NotANumberError, TooLongError
 from jaxshare.serving.evaluation import Run, execute, execution, load_task, run_specs
+from jaxshare.serving.workers.layouts import worker_names
 
 FULL = EngineError(
     "the session's blocks take 9 tokens, but other sessions have 9 of the engine's 9"
@@ -213,3 +217,15 @@ def test_results_are_those_of_one_by_one_in_any_order(method, workers):
     one_by_one = results(1, specs)
     assert results(None, specs) == one_by_one
     assert results(2, specs[::-1]) == one_by_one
+
+
+@pytest.mark.parametrize("budget", [8, 192, 1000])
+@pytest.mark.parametrize("workers", [1, 2, 4, 7])
+def test_as_many_tokens_are_reckoned_as_a_session_takes(workers, budget):
+    model = load(EMBEDDED)
+    (spec,) = specs_of(1, workers=[workers], budgets=[budget])
+    with Workers(model, spec.text, names=worker_names(workers), budget=budget) as session:
+        _, needed = extents(np.asarray(session.cache.capacities))
+    reckoned = execution._most_tokens(model, [spec])
+    assert needed <= reckoned, "of several, the last would find no room"
+    assert reckoned < 1.6 * needed + 1280

@@ -30,6 +30,17 @@ def test_few_rows_and_few_tokens_are_not_worth_another_program():
     assert FanInGroups(64, (8,)).update([], []) == (8,)
 
 
+def test_the_first_blocks_that_sessions_share_choose_the_first_groups():
+    groups = FanInGroups(64)
+    assert groups.update([], [], lasting=True) == ()
+    assert groups.update([4, 4, 1], [16] * 3, lasting=True) == (4,)
+    assert groups.update([16, 16], [16] * 2, lasting=True) == (4,), "another program must pay"
+    assert FanInGroups(64).update([4, 4, 1], [16] * 3) == (), "requests come and go"
+    compiled = FanInGroups(64)
+    compiled.keep()
+    assert compiled.update([4, 4, 1], [16] * 3, lasting=True) == ()
+
+
 @given(st.lists(st.lists(st.integers(1, 64), max_size=6), max_size=12))
 def test_every_group_is_a_power_of_two_and_they_serve_the_last_blocks(steps):
     groups = FanInGroups(64)

@@ -249,11 +249,11 @@ def test_turns_go_to_who_has_waited_longest():
     with leases.exclusive():  # and is free again after an error
         pass
 
-    def interrupted(_):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     with leases.exclusive(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leases._lock._changed, "wait_for", interrupted)
+        patch.setattr(threading.Condition, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt), leases.exclusive():
             pass
     with leases.exclusive():
