@@ -8,8 +8,9 @@ done host after host.
  - Sessions: sixteen of four workers, each with a problem of its own, at once on an engine, and one
    after the other without one.
  - A mixed load: four sessions of two workers, 32 branches of one prompt and 16 calls of agents,
-   which arrive at random within the first part of the time. On one engine, and host after host: the
-   sessions one after the other, `generate`, and an engine that serves the calls.
+   which arrive at random within a tenth of the time that the same work takes host after host. On
+   one engine, and host after host: the sessions one after the other, `generate`, and an engine that
+   serves the calls.
 
 Nothing stops before its length. Texts are compared: each must be the one that the other side has.
 
@@ -47,6 +48,8 @@ from scripts.bench.parts.engine.random_model import forking_model
 MODELS = ("embedded", "random")
 SESSIONS_GOAL = {"embedded": 4.0, "random": 2.5}
 MIXED_GOAL = 1.5
+ARRIVING = 0.1
+"""The part of the time of host after host within which a mixed load arrives."""
 TOGETHER, IN_TURN = "one engine", "one after the other"
 NAMES = ("Alice", "Bob", "Carol", "Dan")
 
@@ -126,10 +129,14 @@ def ran(session: Workers) -> list[list[int]]:
 
 
 class Sides:
-    """Both sides of both measurements, on engines that are made once."""
+    """Both sides of both measurements, on engines that are made once.
+
+    Attributes:
+      arriving: the seconds within which a mixed load arrives.
+    """
 
     def __init__(self, load_: Load):
-        self.load, self.texts = load_, dict[tuple[str, str], Any]()
+        self.load, self.texts, self.arriving = load_, dict[tuple[str, str], Any](), 0.0
         self.engine = Engine(load_.model, kv_bytes=_kv_bytes(load_.model), max_rows=64)
         self.calls = Engine(load_.model, kv_bytes=_kv_bytes(load_.model) // 4, max_rows=16)
 
@@ -161,8 +168,7 @@ class Sides:
             lambda: load_.branches(engine),
             *(lambda n=n: load_.call(engine, n).wait().tokens for n in range(16)),
         ]
-        # Within about the first tenth of the time that the load takes.
-        delays = [0.002 * load_.scale.tokens * delay for delay in load_.delays]
+        delays = [self.arriving * delay for delay in load_.delays]
         begin = time.perf_counter()
         self.texts["mixed", TOGETHER] = at_once(works, delays)
         seconds = time.perf_counter() - begin
@@ -220,6 +226,8 @@ def measure(name: str, load_: Load, say: Callable[[str], None]) -> dict[str, Any
             say(f"{name}: {what}, compile")
             together(), in_turn()
             sides.check(what)
+            sides.arriving = ARRIVING * in_turn()
+            together()  # so that programs of other groups of rows are compiled, too
             say(f"{name}: {what}")
             seconds = alternate({TOGETHER: together, IN_TURN: in_turn}, scale.rounds)
             sides.check(what)

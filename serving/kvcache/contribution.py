@@ -187,11 +187,15 @@ class Contribution(Policy):
         agent = self._agents.setdefault(observation.agent, _AgentCounts())
         # All uses by the agent's previous request were reported by now; tokens that it did not use
         # have waited one request longer.
+        waited = [[0] * CLASSES for _ in range(STAGES)]
         for number, tokens in agent.last_uses.items():
             if number < agent.number:
-                stage = _stage(agent.number - number - 1)
+                of_stage = waited[_stage(agent.number - number - 1)]
                 for kind, count in enumerate(tokens):
-                    self._add_outcome(agent, entry, (kind, stage, False), count)
+                    of_stage[kind] += count
+        for stage, counts in enumerate(waited):
+            for kind, count in enumerate(counts):
+                self._add_outcome(agent, entry, (kind, stage, False), count)
         agent.number += 1
         for number in [n for n in agent.last_uses if n < agent.clamped(n)]:
             for kind, count in enumerate(agent.last_uses.pop(number)):

@@ -52,8 +52,14 @@ class FanInGroups:
         least = 1 if lasting and self._is_first else _MIN_TILES
         self._is_first &= not len(rows)
         if self._num_rows >= _MIN_ROWS and int(tiles[few & ~served].sum()) >= least:
-            self.sizes = group_sizes(rows[few].tolist(), self._num_rows)
+            self.sizes = self._with(rows[few & ~served].tolist(), rows[few].tolist())
         return self.sizes
+
+    def _with(self, unserved: Sequence[int], few: Sequence[int]) -> tuple[int, ...]:
+        """The groups with some for other fan-ins. Those so far stay where there is room, as their
+        blocks come again: kinds of work that take turns would compile a program for each turn."""
+        sizes = {*self.sizes, *group_sizes(unserved, self._num_rows)}
+        return tuple(sorted(sizes)) if len(sizes) <= 2 else group_sizes(few, self._num_rows)
 
     def keep(self) -> None:
         """Keeps the groups until others pay, as a program has been compiled with these."""

@@ -19,7 +19,9 @@ def test_they_stay_while_fan_ins_change_within_a_bucket():
     assert groups.update([5] * 8, [LONG] * 8) == (8,)
     for fan_in in (4, 6, 8, 3):
         assert groups.update([fan_in] * 8, [LONG] * 8) == (8,)
-    assert groups.update([20, 20], [LONG] * 2) == (32,)
+    assert groups.update([20, 20], [LONG] * 2) == (8, 32), "those so far come again"
+    assert groups.update([5] * 8, [LONG] * 8) == (8, 32)
+    assert groups.update([2, 2, 20], [LONG] * 3) == (2, 32), "there are two at most"
 
 
 def test_few_rows_and_few_tokens_are_not_worth_another_program():
