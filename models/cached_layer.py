@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxshare import cpu
 from jaxshare.arena import append_tokens
@@ -18,6 +18,17 @@ from jaxshare.models.adapters.low_rank import LayerAdapters, of_rows
 from jaxshare.models.decoder_layer import Layer
 from jaxshare.models.latent_attention import ExpandingAttend
 from jaxshare.quantised_cache import Arena
+
+
+def without_padding(
+    x: Float[Array, "R T *rest"], count: Int[Array, " R"], implementation: cpu.Implementation
+) -> Float[Array, "R T *rest"]:
+    """Where the CPU's kernels compute a pass, zeros in place of padding: its states are zeros in all
+    layers then, and products with them cost next to nothing."""
+    if not cpu.used_for(implementation):
+        return x
+    real = jnp.arange(x.shape[1]) < count[:, None]
+    return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "implementation"))
@@ -47,7 +58,8 @@ def run_layer(
         new = keys, values, k, v, plan
         keys, values = cpu.append_tokens(*new, implementation) or append_tokens(*new)
         more = {"sinks": sinks, "makers": makers, "implementation": implementation}
-        return block_attention(q, keys, values, plan, **how, **more)
+        out = block_attention(q, keys, values, plan, **how, **more)
+        return without_padding(out, plan.count, implementation)
 
     mla, given = config.mla, attend
     if mla is not None and x.shape[1] >= mla.expands_from and can_expand(implementation):

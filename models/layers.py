@@ -25,7 +25,7 @@ from jaxshare.cpu import Implementation
 from jaxshare.decoding.state import DecodeModel
 from jaxshare.layout import Layout, is_concrete
 from jaxshare.models.adapters.low_rank import ADAPTERS, LayerAdapters, of_rows
-from jaxshare.models.cached_layer import run_layer
+from jaxshare.models.cached_layer import run_layer, without_padding
 from jaxshare.models.causal_attention import causal_attention
 from jaxshare.models.config import LayerForm, ModelConfig
 from jaxshare.models.decoder_layer import MLP as MLP
@@ -219,7 +219,8 @@ class Decoder(nn.Module):
     ) -> tuple[Float[Array, "R T M"], KVCache, Plan]:
         """The normed states of all new tokens, the cache with them in it, and the pass's plan."""
         plans = self._plans(cache, layout, count, tokens.shape[1])
-        x, keys, values = self._embed(tokens), [*cache.keys], [*cache.values]
+        plan, keys, values = plans[self.config.layer_form(0)], [*cache.keys], [*cache.values]
+        x = without_padding(self._embed(tokens), plan.count, self.implementation)
         if self.is_initializing():
             self._trunk(tokens, lambda layer, q, k, v, sinks: q)
         for i, form in enumerate(self.config.layer_forms):
@@ -230,7 +231,6 @@ class Decoder(nn.Module):
                     layer, params, x, keys[i], values[i], plans[form], self.implementation, adapters
                 )
         cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
-        plan = plans[self.config.layer_form(0)]
         return self.norm(x), cache.advance(plan), plan
 
     def _variables_of(

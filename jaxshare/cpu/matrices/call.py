@@ -15,7 +15,7 @@ from jaxtyping import Float
 from jaxshare.cpu.amx import FEATURES as AMX
 from jaxshare.cpu.compiled import this_machine
 from jaxshare.cpu.machine import Machine
-from jaxshare.cpu.matrices.few_rows import write_few_rows
+from jaxshare.cpu.matrices.few_rows import MAX_ROWS, write_few_rows
 from jaxshare.cpu.matrices.many_rows import SIDE, write_many_rows
 from jaxshare.cpu.runtime import register, served_dtypes
 
@@ -28,7 +28,7 @@ def few_rows(dtype: str, machine: Machine) -> int:
     measurement."""
     if machine.features >= AMX or machine.registers < _WIDE_VECTORS:
         return {"bfloat16": 2, "float16": 8, "float32": 16}[dtype]
-    return 16 if dtype == "bfloat16" and not machine.dots_bf16 else 64
+    return 16 if dtype == "bfloat16" and not machine.dots_bf16 else MAX_ROWS
 
 
 def cpu_products(

@@ -88,6 +88,30 @@ def test_a_row_is_the_same_whatever_is_beside_it():
             np.testing.assert_array_equal(part, whole[:count])
 
 
+@pytest.mark.parametrize("dtype", EPSILON)
+def test_rows_of_zeros_have_results_of_zeros_and_change_no_others(dtype):
+    """Wherever they are, with either sign; some widths are no multiple of eight bytes."""
+    rng = np.random.default_rng(3)
+    for width, sizes in [(300, (70, 3)), (33, (5,)), (1, (1,))]:
+        x, kernels = operands(MOST[dtype], width, sizes, dtype)
+        for used in (0, 1, len(x) // 2, len(x) - 1):
+            kept = np.sort(rng.permutation(len(x))[:used])
+            signs = jnp.asarray(rng.choice([-1, 1], x.shape), dtype)
+            given = (0 * signs).at[kept].set(x[kept])
+            alone = multiplied(x[kept], kernels, "float32") if used else ()
+            for i, y in enumerate(multiplied(given, kernels, "float32")):
+                assert not np.delete(y, kept, axis=0).any()
+                if used:
+                    np.testing.assert_array_equal(np.asarray(y)[kept], alone[i])
+
+
+def test_a_row_that_is_nearly_zero_is_none_of_zeros():
+    x, kernels = operands(5, 64, (33,), "float32")
+    last = jnp.zeros_like(x).at[2, -1].set(x[2, -1])
+    (y,) = multiplied(last, kernels, "float32")
+    np.testing.assert_allclose(y[2], x[2, -1] * kernels[0][:, -1], rtol=1e-6)
+
+
 def test_what_is_not_a_number_stays_in_its_row():
     x, kernels = operands(4, 40, (33,), "float32")
     (y,) = multiplied(x.at[1, 3].set(jnp.nan).at[2, 0].set(jnp.inf), kernels, "float32")
