@@ -15,8 +15,9 @@ from jaxtyping import Float
 from jaxshare.cpu.amx import FEATURES as AMX
 from jaxshare.cpu.compiled import this_machine
 from jaxshare.cpu.machine import Machine
-from jaxshare.cpu.matrices.few_rows import MAX_ROWS, write_few_rows
+from jaxshare.cpu.matrices.few_rows import write_few_rows
 from jaxshare.cpu.matrices.many_rows import SIDE, write_many_rows
+from jaxshare.cpu.matrices.row_order import MAX_ROWS
 from jaxshare.cpu.runtime import register, served_dtypes
 
 _WIDE_VECTORS = 32

@@ -1,16 +1,12 @@
-"""Products of a few rows, each of which goes over a matrix with the vector unit.
-
-Rows of zeros, as those of a pass are that feed nothing, have results of zeros and cost next to
-nothing.
-"""
+"""Products of a few rows, each of which goes over a matrix with the vector unit."""
 
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
 
-from jaxshare.cpu.ir import BF16, BYTES, FORMATS, I32, I64, PTR, Code, Val
+from jaxshare.cpu.ir import BF16, BYTES, FORMATS, I64, PTR, Code, Val
 from jaxshare.cpu.mathematics import quarter_sums
+from jaxshare.cpu.matrices.row_order import clear_other_rows, for_used_rows, write_row_order
 from jaxshare.cpu.matrices.work import WORK, for_matrix_of, write_work
 from jaxshare.cpu.runtime import Call, begin_task
 
@@ -18,10 +14,6 @@ OUTPUTS = 4
 """Outputs that are computed at once."""
 PIECE_BYTES = 2**16
 """Bytes of a matrix that one piece of work reads."""
-MAX_ROWS = 64
-"""The most rows of a call."""
-_WITHOUT_SIGNS = {8: 0x7FFFFFFFFFFFFFFF, 4: 0x7FFFFFFF7FFFFFFF, 2: 0x7FFF7FFF7FFF7FFF}
-"""Eight bytes of numbers without their signs, by the bytes of a number."""
 
 
 def write_few_rows(count: int, dtype: str, result: str, call: Call) -> None:
@@ -30,31 +22,8 @@ def write_few_rows(count: int, dtype: str, result: str, call: Call) -> None:
     piece = code.max(code.constant(PIECE_BYTES // BYTES[kind] // OUTPUTS) // call.size(0, 1), 1)
     work, pieces = write_work(call, count, piece * OUTPUTS)
     w = WORK.read_all(code, work)
-    WORK.write(code, work, packed=_write_order(code, kind, w.x, w.rows, w.width))
+    WORK.write(code, work, packed=write_row_order(code, kind, w.x, w.rows, w.width))
     call.parallel(_write_piece(call, count, kind, FORMATS[result]), work, pieces)
-
-
-def _write_order(code: Code, kind: ir.Type, x: Val, rows: Val, width: Val) -> Val:
-    """The numbers of all rows, those that are not zero first, and after `MAX_ROWS` how many these are."""
-    order, size = code.array(I64, MAX_ROWS + 1), BYTES[kind]
-    used, unused, whole = code.var(0), code.var(rows), width * size // 8
-    # Rows that are no multiple of eight bytes count as used.
-    words = code.select((whole * 8).equals(width * size), whole, 0)
-    with code.loop(0, rows) as row:
-        line, at = x + row * width * size, code.var(0)
-
-        def is_zero(line: Val = line, at: Any = at) -> Val:
-            word = code.load_int(line + code.min(at.get(), words - 1) * 8, I64)
-            return (at.get() < words) & (word & _WITHOUT_SIGNS[size]).equals(0)
-
-        with code.where(words > 0), code.loop_while(is_zero):
-            at.set(at.get() + 1)
-        is_unused = (words > 0) & at.get().equals(words)
-        unused.set(code.select(is_unused, unused.get() - 1, unused.get()))
-        code.store(row, order + code.select(is_unused, unused.get(), used.get()) * 8)
-        used.set(code.select(is_unused, used.get(), used.get() + 1))
-    code.store(used.get(), order + MAX_ROWS * 8)
-    return order
 
 
 def _write_piece(call: Call, count: int, kind: ir.Type, result: ir.Type) -> Code:
@@ -66,26 +35,19 @@ def _write_piece(call: Call, count: int, kind: ir.Type, result: ir.Type) -> Code
     for matrix, first, number in for_matrix_of(code, work, count, index):
         kernel = matrix.kernel + first * w.width * BYTES[kind]
         y = matrix.y + first * BYTES[result]
-        used = code.load_int(w.packed + MAX_ROWS * 8, I64)
-        code.call(outputs, w.x, used, w.width, kernel, number, y, matrix.out, w.packed)
-        with code.loop(used, w.rows) as place:
-            row = code.load_int(w.packed + place * 8, I64)
-            line = y + row * matrix.out * BYTES[result]
-            code.external("memset", PTR, line, code.constant(0, I32), number * BYTES[result])
+        code.call(outputs, w.x, w.rows, w.width, kernel, number, y, matrix.out, w.packed)
     code.give()
     return code
 
 
 def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
-    """outputs(x, rows, width, kernel, count, y, stride, order): y [R, count] = x @ kernel.T for these
-    rows, the first ones in the order."""
+    """outputs(x, rows, width, kernel, count, y, stride, order): y [rows, count] = x @ kernel.T."""
     types = [PTR, I64, I64, PTR, I64, PTR, I64, PTR]
     code = Code(call.module, call.machine, "outputs", types)
     x, rows, width, kernel, count, y, stride, order = code.args
 
     def for_all_rows(output: Val, outputs: int) -> None:
-        def block(first: Val, taken: int) -> None:
-            found = [code.load_int(order + (first + r) * 8, I64) for r in range(taken)]
+        def block(found: list[Val]) -> None:
             sums = dots(
                 code,
                 kind,
@@ -97,9 +59,11 @@ def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
                 place = y + (row * stride + output) * BYTES[result]
                 code.store(code.narrowed(quarter_sums(per_output), result), place)
 
-        for_row_blocks(code, rows, block)
+        for_used_rows(code, order, block)
 
     for_outputs(code, count, for_all_rows)
+    size = count * BYTES[result]
+    clear_other_rows(code, order, rows, lambda row: y + row * stride * BYTES[result], size)
     code.give()
     return code
 
@@ -111,21 +75,6 @@ def for_outputs(code: Code, count: Val, body: Callable[[Val, int], None]) -> Non
         body(output, OUTPUTS)
     with code.loop(whole, count) as output:
         body(output, 1)
-
-
-def for_row_blocks(code: Code, rows: Val, block: Callable[[Val, int], None]) -> None:
-    """Writes block(row, taken) for all rows, as many at once as registers hold sums for."""
-    most = 4 if code.machine.registers >= 32 else 2
-    many = rows // most * most
-    with code.loop(0, many, most) as row:
-        block(row, most)
-    left = most // 2
-    done = many
-    while left:
-        with code.where((rows & left).differs(0)):
-            block(done, left)
-        done = done + (rows & left)
-        left //= 2
 
 
 def dots(

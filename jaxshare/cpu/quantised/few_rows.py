@@ -12,7 +12,8 @@ from llvmlite import ir
 
 from jaxshare.cpu.ir import BF16, BYTES, F32, FORMATS, I8, I64, PTR, VOID, Code, Val
 from jaxshare.cpu.mathematics import folded, quarter_sums
-from jaxshare.cpu.matrices.few_rows import OUTPUTS, PIECE_BYTES, for_outputs, for_row_blocks
+from jaxshare.cpu.matrices.few_rows import OUTPUTS, PIECE_BYTES, for_outputs
+from jaxshare.cpu.matrices.row_order import clear_other_rows, for_used_rows, write_row_order
 from jaxshare.cpu.quantised.codes import Codes
 from jaxshare.cpu.quantised.work import MATRIX, WORK, write_outputs_of, write_work
 from jaxshare.cpu.runtime import Call
@@ -27,6 +28,8 @@ def write_few_rows(matrices: Sequence[Codes], dtype: str, result: str, call: Cal
     most = max(each.bits for each in matrices)
     lines = code.constant(PIECE_BYTES * 8 // most // OUTPUTS) // call.size(0, 1)
     work, pieces, sums = write_work(call, matrices, code.max(lines, 1) * OUTPUTS, kind)
+    w = WORK.read_all(code, work)
+    WORK.write(code, work, packed=write_row_order(code, kind, w.x, w.rows, w.width))
     functions = {
         each: _write_outputs(call, each, kind, FORMATS[result]) for each in dict.fromkeys(matrices)
     }
@@ -44,17 +47,21 @@ def _write_outputs(call: Call, codes: Codes, kind: ir.Type, result: ir.Type) -> 
     dots = Dots(code, codes, kind, matrix, w.width)
 
     def for_all_rows(output: Val, outputs: int) -> None:
-        def block(row: Val, taken: int) -> None:
-            rows = [w.x + (row + r) * w.width * BYTES[kind] for r in range(taken)]
-            sums = [matrix.sums + (row + r) * matrix.groups * 4 for r in range(taken)]
-            found = dots.write([first + output + o for o in range(outputs)], rows, sums)
-            for r, value in enumerate(found):
-                at = matrix.y + ((row + r) * matrix.out + first + output) * BYTES[result]
-                code.store(code.narrowed(value, result), at)
+        def block(rows: list[Val]) -> None:
+            inputs = [w.x + row * w.width * BYTES[kind] for row in rows]
+            sums = [matrix.sums + row * matrix.groups * 4 for row in rows]
+            found = dots.write([first + output + o for o in range(outputs)], inputs, sums)
+            for row, value in zip(rows, found, strict=True):
+                code.store(code.narrowed(value, result), place_of(row) + output * BYTES[result])
 
-        for_row_blocks(code, w.rows, block)
+        for_used_rows(code, w.packed, block)
 
-    for_outputs(code, code.min(matrix.out - first, w.piece), for_all_rows)
+    def place_of(row: Val) -> Val:
+        return matrix.y + (row * matrix.out + first) * BYTES[result]
+
+    number = code.min(matrix.out - first, w.piece)
+    for_outputs(code, number, for_all_rows)
+    clear_other_rows(code, w.packed, w.rows, place_of, number * BYTES[result])
     code.give()
     return code
 

@@ -236,6 +236,20 @@ def test_a_row_is_the_same_whatever_is_beside_it():
             np.testing.assert_array_equal(found(x[:count], matrix), same[:count])
 
 
+@pytest.mark.parametrize("rows", [4, 13])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_of_zeros_have_results_of_zeros_and_change_no_others(dtype, rows):
+    """By both kernels of few rows, with zeros of the codes that would be taken away."""
+    matrix = random_matrix((21, 192), "int4", 64, zeros="uint8")
+    x = rows_of(rows, 192, dtype)
+    whole = found(x, matrix)
+    for kept in ([], [2], [*range(0, rows, 2)]):
+        used = np.isin(np.arange(rows), kept)
+        y = np.asarray(found(jnp.where(used[:, None], x, -0.0), matrix))
+        assert not y[~used].any()
+        np.testing.assert_array_equal(y[used], np.asarray(whole)[used])
+
+
 @pytest.mark.parametrize(
     ("rows", "dtype", "matrix", "reason"),
     [
