@@ -212,14 +212,33 @@ def _logprob(axis: Axis | None, logits: Array, tokens: Array) -> Array:
 def uniforms(
     seeds: UInt32[Array | np.ndarray, "R 2"], positions: Int[Array | np.ndarray, " R"]
 ) -> Float[Array, " R"]:
-    """Uniform numbers in [0, 1), each from its own (key, position) alone."""
+    """Uniform numbers in [0, 1), each from its own (key, position) alone.
 
-    def draw(words: Any, position: Any) -> Array:
-        # Named, because a process can make another generator the default.
-        key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.uniform(jax.random.fold_in(key, position))
+    They are those of `jax.random.uniform(jax.random.fold_in(key, position))` for keys of threefry,
+    which on a CPU runs a loop of small programs for what is one here.
+    """
+    words, zero = jnp.asarray(seeds), jnp.zeros(positions.shape, jnp.uint32)
+    key = _threefry(words[:, 0], words[:, 1], zero, jnp.asarray(positions).astype(jnp.uint32))
+    high, low = _threefry(*key, zero, zero)
+    # 23 random bits as the fraction of a number from 1 to 2.
+    bits = ((high ^ low) >> np.uint32(9)) | np.uint32(0x3F800000)
+    return lax.bitcast_convert_type(bits, jnp.float32) - 1.0
 
-    return jax.vmap(draw)(seeds, positions)
+
+_ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+
+
+def _threefry(key_0: Array, key_1: Array, x_0: Array, x_1: Array) -> tuple[Array, Array]:
+    """Threefry-2x32 with 20 rounds: Salmon et al., Parallel random numbers: as easy as 1, 2, 3."""
+    keys = key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA)
+    x_0, x_1 = x_0 + keys[0], x_1 + keys[1]
+    for i in range(5):
+        for by in _ROTATIONS[i % 2]:
+            x_0 = x_0 + x_1
+            x_1 = ((x_1 << np.uint32(by)) | (x_1 >> np.uint32(32 - by))) ^ x_0
+        x_0 = x_0 + keys[(i + 1) % 3]
+        x_1 = x_1 + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return x_0, x_1
 
 
 def _argmax(top: Array, logits: Array, first: Array | int, axis: Axis | None) -> Array:

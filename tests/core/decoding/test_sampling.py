@@ -277,6 +277,22 @@ def test_a_draw_depends_on_its_seed_and_position_alone():
     assert np.asarray(batch)[2:].tolist() == [alone[i] for i in order]
 
 
+def test_uniforms_are_those_of_jax():
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 2**32, (500, 2), dtype=np.uint32)
+    positions = np.r_[0:10, rng.integers(0, 2**31 - 1, 489), 2**31 - 1].astype(np.int32)
+    words[:4] = [[0, 0], [0, 2**32 - 1], [2**32 - 1, 0], [2**32 - 1, 2**32 - 1]]
+
+    def draw(words, position):
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, position))
+
+    np.testing.assert_array_equal(uniforms(words, positions), jax.vmap(draw)(words, positions))
+    np.testing.assert_array_equal(
+        jax.jit(uniforms)(words[:1], positions[:1]), jax.vmap(draw)(words[:1], positions[:1])
+    )
+
+
 def test_uniforms_differ_by_seed_and_by_position_and_are_uniform():
     seeds, positions = np.meshgrid(np.arange(200, dtype=np.uint32), np.arange(200, dtype=np.int32))
     u = np.asarray(uniforms(keys(jnp.asarray(seeds.ravel())), jnp.asarray(positions.ravel())))
