@@ -918,7 +918,11 @@ async def byte_files():
 
 
 class SelfClosing(sqlite3.Connection):
-    """A database that is closed with its last reference: of an agent's states none is the last."""
+    """A database that is closed with its last reference: of an agent's states none is the last. The
+    collector may find that in any thread."""
+
+    def __init__(self, name: str):
+        super().__init__(name, check_same_thread=False)
 
     def __del__(self):
         self.close()
@@ -926,7 +930,7 @@ class SelfClosing(sqlite3.Connection):
 
 @program()
 async def databases():
-    base = sqlite3.connect(":memory:", factory=SelfClosing)
+    base = SelfClosing(":memory:")
     base.execute("create table notes (n integer, text text)")
     for i in range(3):
         base.execute("insert into notes values (?, ?)", (i, await llm(f"note {i}")))
@@ -935,6 +939,6 @@ async def databases():
 
 @program()
 async def database_cursors():
-    base = sqlite3.connect(":memory:", factory=SelfClosing)
+    base = SelfClosing(":memory:")
     rows = base.execute("values (1), (2), (3)")
     return [(n, await llm(f"row {n}")) for (n,) in rows]
