@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 
 from jaxshare import cpu
 from jaxshare.arena import append_tokens
@@ -21,13 +21,12 @@ from jaxshare.quantised_cache import Arena
 
 
 def without_padding(
-    x: Float[Array, "R T *rest"], count: Int[Array, " R"], implementation: cpu.Implementation
+    x: Float[Array, "R T *rest"], real: Bool[Array, "R T"], implementation: cpu.Implementation
 ) -> Float[Array, "R T *rest"]:
     """Where the CPU's kernels compute a pass, zeros in place of padding: its states are zeros in all
     layers then, and products with them cost next to nothing."""
     if not cpu.used_for(implementation):
         return x
-    real = jnp.arange(x.shape[1]) < count[:, None]
     return jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
@@ -50,6 +49,7 @@ def run_layer(
 
     config = layer.config
     how = {"scale": config.scale, "softcap": config.attention_softcap}
+    real = jnp.arange(x.shape[1]) < plan.count[:, None]
 
     def attend(
         q: Array, k: Array, v: Array, sinks: Array | None, makers: HeadMakers | None = None
@@ -59,12 +59,11 @@ def run_layer(
         keys, values = cpu.append_tokens(*new, implementation) or append_tokens(*new)
         more = {"sinks": sinks, "makers": makers, "implementation": implementation}
         out = block_attention(q, keys, values, plan, **how, **more)
-        return without_padding(out, plan.count, implementation)
+        return without_padding(out, real, implementation)
 
     mla, given = config.mla, attend
     if mla is not None and x.shape[1] >= mla.expands_from and can_expand(implementation):
         given = ExpandingAttend(attend, lambda q, k, makers: attend(q, k, k[..., :0], None, makers))
-    real = jnp.arange(x.shape[1]) < plan.count[:, None]
     variables = {"params": params} | of_rows(adapters)
     out: Any = layer.apply(variables, x, given, real)
     return out, keys, values

@@ -220,7 +220,8 @@ class Decoder(nn.Module):
         """The normed states of all new tokens, the cache with them in it, and the pass's plan."""
         plans = self._plans(cache, layout, count, tokens.shape[1])
         plan, keys, values = plans[self.config.layer_form(0)], [*cache.keys], [*cache.values]
-        x = without_padding(self._embed(tokens), plan.count, self.implementation)
+        real = jnp.arange(tokens.shape[1]) < plan.count[:, None]
+        x = without_padding(self._embed(tokens), real, self.implementation)
         if self.is_initializing():
             self._trunk(tokens, lambda layer, q, k, v, sinks: q)
         for i, form in enumerate(self.config.layer_forms):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxshare.serving.made_once import made_once
+from jaxshare.made_once import made_once
 
 _START, _END, _EDGE = "\U000f0000", "\U000f0001", "\U000f0002"
 """Marks: of the start and the end of a control token in people's words, and of an edge of these

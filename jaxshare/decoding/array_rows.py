@@ -18,7 +18,8 @@ _stays_on_host = contextvars.ContextVar("stays_on_host", default=False)
 
 @contextlib.contextmanager
 def arrays_on_host() -> Iterator[None]:
-    """Lets `placed` and `filled` leave arrays on the host, for states that are moved there anyway."""
+    """Lets `placed` and `filled` leave arrays on the host: for states that are moved there anyway, and
+    for those that a dispatch takes next, which costs less than a transfer for each array."""
     token = _stays_on_host.set(True)
     try:
         yield

@@ -226,8 +226,9 @@ def measure(name: str, load_: Load, say: Callable[[str], None]) -> dict[str, Any
             say(f"{name}: {what}, compile")
             together(), in_turn()
             sides.check(what)
-            sides.arriving = ARRIVING * in_turn()
-            together()  # so that programs of other groups of rows are compiled, too
+            if what == "mixed":
+                sides.arriving = ARRIVING * in_turn()
+                together()  # so that programs of other groups of rows are compiled, too
             say(f"{name}: {what}")
             seconds = alternate({TOGETHER: together, IN_TURN: in_turn}, scale.rounds)
             sides.check(what)

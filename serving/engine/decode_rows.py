@@ -39,8 +39,8 @@ from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder, spans
 
 PIECES = 16
 """Pieces of texts that a pass with several tokens of a row has room for, beside the rows that feed a
-token each. On a CPU such a pass costs what its places cost: with 32, steps that open took a third of
-the time of some sessions."""
+token each. On a CPU such a pass costs what its places cost: with 32, passes of fifteen sessions took
+2.2 ms in place of 1.9."""
 
 
 def few_rows(num_rows: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import llguidance
 
+from jaxshare.made_once import made_once
 from jaxshare.serving.grammars.token_bytes import token_bytes
 
 
@@ -51,7 +52,7 @@ class GrammarVocabulary:
         return next(iter(self.reader.tokenize_partial(text)[0]), None)
 
 
-@functools.lru_cache(maxsize=32)
+@made_once(maxsize=32)
 def _vocabulary(tokenizer: Any, vocab_size: int, stops: tuple[int, ...]) -> GrammarVocabulary:
     tokens = _bytes(tokenizer, vocab_size)
     # A token that ends a text is no part of one.
@@ -64,7 +65,7 @@ def _vocabulary(tokenizer: Any, vocab_size: int, stops: tuple[int, ...]) -> Gram
     return GrammarVocabulary(tokens, stops, reader)
 
 
-@functools.lru_cache(maxsize=8)
+@made_once(maxsize=8)
 def _bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
     return token_bytes(tokenizer, vocab_size)
 

@@ -125,7 +125,6 @@ def _guess(
     sizes = {"width": own.layout.blocks.shape[1], "groups": own.layout.groups}
     layout = session.model.adapted(Layout.from_blocks(listed, **sizes))
     capacity, num_openings, longest = own.tokens.shape[1], *own.steps.openings.shape[1::2]
-    # The first dispatch takes them from there, which costs less than a transfer for each.
     with arrays_on_host():
         steps = Steps.create(
             no_step,

@@ -385,8 +385,6 @@ def _decode_state(
     )
     openings = [texts.first_opening(roster, name) if name else [] for name in roster.rows]
     ends, closes = plan.tables
-    # The first dispatch takes them from there, which costs less than a transfer for each; those of an
-    # engine move a session's rows on the host.
     with arrays_on_host():
         steps = Steps.create(
             ends,

@@ -15,7 +15,6 @@ SHARED = (
     "inputs",
     "chat_template",
     "words",
-    "made_once",
     "errors",
     "checkpoints",
     "checksums",

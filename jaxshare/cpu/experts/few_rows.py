@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from jaxshare.cpu.experts.work import WORK, Way, begin, matrix_of
 from jaxshare.cpu.ir import BYTES, FORMATS, I64, PTR, VOID, Code, Val, ir
 from jaxshare.cpu.mathematics import quarter_sums
-from jaxshare.cpu.matrices.few_rows import OUTPUTS, PIECE_BYTES, dots, for_outputs
-from jaxshare.cpu.matrices.row_order import for_row_blocks
+from jaxshare.cpu.matrices.few_rows import PIECE_BYTES, dots
+from jaxshare.cpu.matrices.row_order import OUTPUTS, for_outputs, for_row_blocks
 from jaxshare.cpu.quantised.few_rows import Dots
 from jaxshare.cpu.quantised.work import MATRIX
 from jaxshare.cpu.runtime import Call, begin_task

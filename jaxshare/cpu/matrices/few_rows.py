@@ -1,17 +1,13 @@
 """Products of a few rows, each of which goes over a matrix with the vector unit."""
 
-from collections.abc import Callable
-
 from llvmlite import ir
 
 from jaxshare.cpu.ir import BF16, BYTES, FORMATS, I64, PTR, Code, Val
 from jaxshare.cpu.mathematics import quarter_sums
-from jaxshare.cpu.matrices.row_order import clear_other_rows, for_used_rows, write_row_order
+from jaxshare.cpu.matrices.row_order import OUTPUTS, Products, write_results, write_row_order
 from jaxshare.cpu.matrices.work import WORK, for_matrix_of, write_work
 from jaxshare.cpu.runtime import Call, begin_task
 
-OUTPUTS = 4
-"""Outputs that are computed at once."""
 PIECE_BYTES = 2**16
 """Bytes of a matrix that one piece of work reads."""
 
@@ -21,8 +17,7 @@ def write_few_rows(count: int, dtype: str, result: str, call: Call) -> None:
     code, kind = call.code, FORMATS[dtype]
     piece = code.max(code.constant(PIECE_BYTES // BYTES[kind] // OUTPUTS) // call.size(0, 1), 1)
     work, pieces = write_work(call, count, piece * OUTPUTS)
-    w = WORK.read_all(code, work)
-    WORK.write(code, work, packed=write_row_order(code, kind, w.x, w.rows, w.width))
+    write_row_order(code, kind, work)
     call.parallel(_write_piece(call, count, kind, FORMATS[result]), work, pieces)
 
 
@@ -35,46 +30,29 @@ def _write_piece(call: Call, count: int, kind: ir.Type, result: ir.Type) -> Code
     for matrix, first, number in for_matrix_of(code, work, count, index):
         kernel = matrix.kernel + first * w.width * BYTES[kind]
         y = matrix.y + first * BYTES[result]
-        code.call(outputs, w.x, w.rows, w.width, kernel, number, y, matrix.out, w.packed)
+        code.call(outputs, work, kernel, number, y, matrix.out)
     code.give()
     return code
 
 
 def _write_outputs(call: Call, kind: ir.Type, result: ir.Type) -> Code:
-    """outputs(x, rows, width, kernel, count, y, stride, order): y [rows, count] = x @ kernel.T."""
-    types = [PTR, I64, I64, PTR, I64, PTR, I64, PTR]
-    code = Code(call.module, call.machine, "outputs", types)
-    x, rows, width, kernel, count, y, stride, order = code.args
+    """outputs(work, kernel, count, y, stride): y [rows, count] = x @ kernel.T."""
+    code = Code(call.module, call.machine, "outputs", [PTR, PTR, I64, PTR, I64])
+    work, kernel, count, y, stride = code.args
+    w = WORK.read_all(code, work)
 
-    def for_all_rows(output: Val, outputs: int) -> None:
-        def block(found: list[Val]) -> None:
-            sums = dots(
-                code,
-                kind,
-                [kernel + (output + o) * width * BYTES[kind] for o in range(outputs)],
-                [x + row * width * BYTES[kind] for row in found],
-                width,
-            )
-            for row, per_output in zip(found, sums, strict=True):
-                place = y + (row * stride + output) * BYTES[result]
-                code.store(code.narrowed(quarter_sums(per_output), result), place)
+    def begin(output: Val, outputs: int) -> Products:
+        lines = [kernel + (output + o) * w.width * BYTES[kind] for o in range(outputs)]
 
-        for_used_rows(code, order, block)
+        def products(rows: list[Val]) -> list[Val]:
+            inputs = [w.x + row * w.width * BYTES[kind] for row in rows]
+            return [quarter_sums(each) for each in dots(code, kind, lines, inputs, w.width)]
 
-    for_outputs(code, count, for_all_rows)
-    size = count * BYTES[result]
-    clear_other_rows(code, order, rows, lambda row: y + row * stride * BYTES[result], size)
+        return products
+
+    write_results(code, w, count, lambda row: y + row * stride * BYTES[result], result, begin)
     code.give()
     return code
-
-
-def for_outputs(code: Code, count: Val, body: Callable[[Val, int], None]) -> None:
-    """Writes body(output, taken) for all outputs, as many at once as share the reading of rows."""
-    whole = count // OUTPUTS * OUTPUTS
-    with code.loop(0, whole, OUTPUTS) as output:
-        body(output, OUTPUTS)
-    with code.loop(whole, count) as output:
-        body(output, 1)
 
 
 def dots(

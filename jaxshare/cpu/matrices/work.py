@@ -6,9 +6,9 @@ from typing import Any
 from jaxshare.cpu.ir import I64, Code, Record, Val
 from jaxshare.cpu.runtime import Call
 
-WORK = Record(("rows", "width", "piece"), ("x", "packed"))
-"""What all pieces of work share: R, in, the outputs of a piece, the rows, and a copy of them in
-another order. The matrices follow."""
+WORK = Record(("rows", "width", "piece"), ("x", "packed", "order"))
+"""What all pieces of work share: R, in, the outputs of a piece, the rows, and where a kernel has them
+a copy of the rows as tiles, and the order in which it takes them (`row_order`). The matrices follow."""
 MATRIX = Record(("out", "start", "end"), ("kernel", "y"))
 """A matrix: its outputs, its pieces of work from start to end, its numbers and its results."""
 

@@ -12,10 +12,10 @@ from llvmlite import ir
 
 from jaxshare.cpu.ir import BF16, BYTES, F32, FORMATS, I8, I64, PTR, VOID, Code, Val
 from jaxshare.cpu.mathematics import folded, quarter_sums
-from jaxshare.cpu.matrices.few_rows import OUTPUTS, PIECE_BYTES, for_outputs
-from jaxshare.cpu.matrices.row_order import clear_other_rows, for_used_rows, write_row_order
+from jaxshare.cpu.matrices.few_rows import PIECE_BYTES
+from jaxshare.cpu.matrices.row_order import OUTPUTS, Products, write_row_order
 from jaxshare.cpu.quantised.codes import Codes
-from jaxshare.cpu.quantised.work import MATRIX, WORK, write_outputs_of, write_work
+from jaxshare.cpu.quantised.work import MATRIX, WORK, write_outputs_of, write_piece, write_work
 from jaxshare.cpu.runtime import Call
 
 _LINE = 64
@@ -28,8 +28,7 @@ def write_few_rows(matrices: Sequence[Codes], dtype: str, result: str, call: Cal
     most = max(each.bits for each in matrices)
     lines = code.constant(PIECE_BYTES * 8 // most // OUTPUTS) // call.size(0, 1)
     work, pieces, sums = write_work(call, matrices, code.max(lines, 1) * OUTPUTS, kind)
-    w = WORK.read_all(code, work)
-    WORK.write(code, work, packed=write_row_order(code, kind, w.x, w.rows, w.width))
+    write_row_order(code, kind, work)
     functions = {
         each: _write_outputs(call, each, kind, FORMATS[result]) for each in dict.fromkeys(matrices)
     }
@@ -46,22 +45,15 @@ def _write_outputs(call: Call, codes: Codes, kind: ir.Type, result: ir.Type) -> 
     w, matrix = WORK.read_all(code, work), MATRIX.read_all(code, place)
     dots = Dots(code, codes, kind, matrix, w.width)
 
-    def for_all_rows(output: Val, outputs: int) -> None:
-        def block(rows: list[Val]) -> None:
+    def begin(output: Val, outputs: int) -> Products:
+        def products(rows: list[Val]) -> list[Val]:
             inputs = [w.x + row * w.width * BYTES[kind] for row in rows]
             sums = [matrix.sums + row * matrix.groups * 4 for row in rows]
-            found = dots.write([first + output + o for o in range(outputs)], inputs, sums)
-            for row, value in zip(rows, found, strict=True):
-                code.store(code.narrowed(value, result), place_of(row) + output * BYTES[result])
+            return dots.write([first + output + o for o in range(outputs)], inputs, sums)
 
-        for_used_rows(code, w.packed, block)
+        return products
 
-    def place_of(row: Val) -> Val:
-        return matrix.y + (row * matrix.out + first) * BYTES[result]
-
-    number = code.min(matrix.out - first, w.piece)
-    for_outputs(code, number, for_all_rows)
-    clear_other_rows(code, w.packed, w.rows, place_of, number * BYTES[result])
+    write_piece(code, w, matrix, first, result, begin)
     code.give()
     return code
 

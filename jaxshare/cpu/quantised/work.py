@@ -1,11 +1,13 @@
 """The pieces of work of a call: outputs of several quantised matrices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from llvmlite import ir
 
 from jaxshare.cpu.ir import BYTES, I64, PTR, Code, Record, Val
 from jaxshare.cpu.mathematics import reduced
+from jaxshare.cpu.matrices.row_order import Products, write_results
 from jaxshare.cpu.matrices.work import WORK
 from jaxshare.cpu.quantised.codes import Codes
 from jaxshare.cpu.runtime import Call, begin_task
@@ -65,6 +67,23 @@ def write_outputs_of(
             code.call(functions[each], work, place, (index - start) * piece)
     code.give()
     return code
+
+
+def write_piece(
+    code: Code,
+    w: Any,
+    matrix: Any,
+    first: Val,
+    result: ir.Type,
+    begin: Callable[[Val, int], Products],
+) -> None:
+    """Writes the results of all rows at a piece of a matrix's outputs, from `first` on; `begin` as
+    `write_results` has it."""
+
+    def place(row: Val) -> Val:
+        return matrix.y + (row * matrix.out + first) * BYTES[result]
+
+    write_results(code, w, code.min(matrix.out - first, w.piece), place, result, begin)
 
 
 def write_arrays(call: Call, codes: Codes, place: Val, argument: int) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Self
 
-from jaxshare.serving.made_once import made_once
+from jaxshare.made_once import made_once
 from jaxshare.serving.words import check_tokens
 from jaxshare.serving.workers.prompts.format import Format, StepOpening
 from jaxshare.serving.workers.roster import Roster

@@ -5,8 +5,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxshare.made_once import made_once
 from jaxshare.serving.grammars.token_bytes import token_bytes
-from jaxshare.serving.made_once import made_once
 from jaxshare.serving.words import check_tokens, encode_marked, mark
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Set
 from typing import Any, Self
 
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomaton
-from jaxshare.serving.made_once import made_once
+from jaxshare.made_once import made_once
 from jaxshare.serving.workers.text.codec import Codec, check_separator
 
 STOP_ON = ("answer", "eos", "never")

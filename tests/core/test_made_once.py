@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxshare.serving.made_once import made_once
+from jaxshare.made_once import made_once
 
 THREADS = 8
 
