@@ -180,7 +180,7 @@ def measure(
     scores = []
     # answers are compared to the letter, so it never starts
     scorer = Scorer(task.problems, Mathematician())
-    for piece in tqdm(runs, "held out", file=sys.stderr, leave=False):
+    for piece in tqdm(runs, "held out", file=sys.stderr, leave=False, disable=None):
         scores += scorer.score(solve(model, piece))
     return points(scores)
 

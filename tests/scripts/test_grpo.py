@@ -24,7 +24,7 @@ from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.evaluation.arithmetic import BOX, Dependent, Question, SumsProblem
 from jaxshare.serving.evaluation.tasks import load_task
 from jaxshare.serving.rollouts import RolloutBatch, pack
-from jaxshare.serving.workers.results import Answer, Result
+from jaxshare.serving.workers.results import Answer, Result, Step
 from jaxshare.trace.attention import TraceBatch
 from scripts.train import grpo
 from scripts.train.lessons import Shape
@@ -286,24 +286,38 @@ def test_what_a_session_has_sampled_is_found_in_its_trace(embedded):
     assert result.passes < 120, "an answer has ended it"
 
 
-def answered(value: str | None, passes: int) -> Result:
+def answered(value: str | None, passes: int, *steps: tuple[str, int | None]) -> Result:
+    """A result with an answer and finished steps, each with the passes after which it ended."""
+    made = [
+        Step("Alice", number, text, 0, ended, [], False, False)
+        for number, (text, ended) in enumerate(steps, 1)
+    ]
     answer = Answer(value, "", passes, 0)
-    return Result(("Alice", "Bob"), [], {100: answer}, passes, FinishReason.ANSWER, 0.0, 0.0, 0)
+    return Result(("Alice", "Bob"), made, {100: answer}, passes, FinishReason.ANSWER, 0.0, 0.0, 0)
+
+
+RIGHT = "85, 177, 14"
+FIRST, THIRD = "Question 1: 47+38. Answer 1: 85.", "Question 3: 20-6. Answer 3: 14."
 
 
 @pytest.mark.parametrize(
-    ("value", "passes", "reward"),
+    ("result", "reward"),
     [
-        ("85, 177, 14", 40, 0.8),
-        ("85, 177, 14", 100, 0.5),
-        ("85, 177, ?", 40, 0.8 * 2 / 3),
-        ("85, 177", 40, 0.8 * 2 / 3),
-        ("1, 2, 3, 4", 40, 0.0),
-        (None, 100, 0.0),
+        (answered(RIGHT, 40), 0.8),
+        (answered(RIGHT, 100), 0.5),
+        (answered(RIGHT, 40, (FIRST, 10), (THIRD, 20)), (0.95 + 0.8 + 0.9) / 3),
+        # the first time counts, and what is wrong or not finished does not
+        (answered(RIGHT, 40, (FIRST, 30), (FIRST, 10)), (0.95 + 0.8 + 0.8) / 3),
+        (answered(RIGHT, 40, (FIRST.replace("85", "84"), 10), (THIRD, None)), 0.8),
+        # an answer that the box does not have is worth nothing
+        (answered("85, 177, ?", 40, (THIRD, 20)), 0.8 * 2 / 3),
+        (answered("85, 177", 40), 0.8 * 2 / 3),
+        (answered("1, 2, 3, 4", 40, (FIRST, 10)), 0.0),
+        (answered(None, 100, (FIRST, 10)), 0.0),
     ],
 )
-def test_sessions_are_rewarded_for_right_answers_in_few_passes(value, passes, reward):
-    assert team.right_and_fast(PROBLEM, answered(value, passes)) == pytest.approx(reward)
+def test_sessions_are_rewarded_for_right_answers_in_few_passes(result, reward):
+    assert team.right_and_soon(PROBLEM, result) == pytest.approx(reward)
 
 
 def test_of_a_group_those_samples_are_learned_from_whose_rewards_vary_most():

@@ -128,7 +128,7 @@ class TeamTask:
           ValueError: no such reward function.
         """
         self._engine, self._format, self._args = engine, format, args
-        self._reward = load_reward(args.reward, team.right_and_fast)
+        self._reward = load_reward(args.reward, team.right_and_soon)
 
     def practise(self, step: int) -> Practice:
         args = self._args

@@ -11,7 +11,13 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
 from jaxshare.serving import Format, Workers
-from jaxshare.serving.evaluation.arithmetic import QUESTIONS, SumsProblem, check, make_problem
+from jaxshare.serving.evaluation.arithmetic import (
+    QUESTIONS,
+    SumsProblem,
+    check,
+    make_problem,
+    results,
+)
 from jaxshare.serving.workers.layouts import worker_names
 from jaxshare.serving.workers.results import Result
 from jaxshare.serving.workers.text.answers import box_answers, has_entries
@@ -20,15 +26,24 @@ from scripts.train.sessions import Lesson
 
 STEP_TOKENS = 128
 _HASTE = 0.5
-"""The part of the reward that a session loses which needs its whole budget."""
+"""The part of an answer's reward that is lost where it takes the whole budget."""
 
 
-def right_and_fast(problem: SumsProblem, result: Result) -> float:
-    """The share of right boxed answers, less half of it for the share of the budget that was used."""
+def right_and_soon(problem: SumsProblem, result: Result) -> float:
+    """The share of right boxed answers, each less half of the share of the budget after which it was
+    first in a finished step.
+
+    One that no step gives by itself counts as given at the end.
+    """
     [(budget, answer)] = result.answers.items()
-    entries = "" if answer.value is None else f"\\boxed{{{answer.value}}}"
-    right = float(np.mean(check(entries, problem)))
-    return right * (1 - _HASTE * result.passes / budget)
+    first: dict[tuple[int, int], int] = {}
+    for step in result.steps:
+        if step.ended is not None:
+            for given in results(step.text).items():
+                first[given] = min(step.ended, first.get(given, step.ended))
+    right = check("" if answer.value is None else f"\\boxed{{{answer.value}}}", problem)
+    passes = [first.get(each, result.passes) for each in enumerate(problem.answers, 1)]
+    return float(np.mean(np.where(right, 1 - _HASTE * np.asarray(passes) / budget, 0.0)))
 
 
 def play(

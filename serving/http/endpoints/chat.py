@@ -19,7 +19,7 @@ from jaxshare.serving.http.generation.dialogues import (
     read_dialogue,
     start_dialogue,
 )
-from jaxshare.serving.http.generation.fields import ResponseFormat, SamplingFields
+from jaxshare.serving.http.generation.fields import ChoiceFields, ResponseFormat
 from jaxshare.serving.http.generation.grammars import grammar_of
 from jaxshare.serving.http.generation.logprobs import (
     LogprobCursor,
@@ -45,7 +45,7 @@ _MOST_TOOLS = 256
 router = APIRouter()
 
 
-class ChatFields(SamplingFields):
+class ChatFields(ChoiceFields):
     """The body of POST /v1/chat/completions."""
 
     REFUSED: ClassVar = {
@@ -60,7 +60,7 @@ class ChatFields(SamplingFields):
         "use_beam_search": "answers are sampled",
         "prompt_logprobs": "POST /v1/completions has them, with echo",
     }
-    LEFT_OUT: ClassVar = SamplingFields.LEFT_OUT | {
+    LEFT_OUT: ClassVar = ChoiceFields.LEFT_OUT | {
         *("store", "reasoning_effort", "verbosity", "safety_identifier", "prompt_cache_key"),
     }
 
@@ -135,17 +135,18 @@ async def _answer(service: Service, body: ChatFields, head: dict[str, Any]) -> R
         done = await running.finished()
     finally:
         running.close()
-    choices = [_choice(service, dialogue, i, each) for i, each in enumerate(done)]
+    choices = [_choice(service, body, dialogue, i, each) for i, each in enumerate(done)]
     usage = usage_of([(0, each) for each in done])
-    return json_response({**head, "choices": choices, "usage": usage})
+    ids = {"prompt_token_ids": dialogue.tokens} if body.return_token_ids else {}
+    return json_response({**head, "choices": choices, "usage": usage, **ids})
 
 
 def _choice(
-    service: Service, dialogue: EncodedDialogue, index: int, completion: Completion
+    service: Service, body: ChatFields, dialogue: EncodedDialogue, index: int, done: Completion
 ) -> dict[str, Any]:
     """A choice in OpenAI's form."""
     reader = dialogue.reader()
-    reader.feed(completion.text)
+    reader.feed(done.text)
     reader.finish()
     answer = reader.answer()
     message: dict[str, Any] = {
@@ -158,17 +159,22 @@ def _choice(
     if answer.calls:
         message["tool_calls"] = [_call(call) for call in answer.calls]
     logprobs = None
-    if completion.logprobs is not None:
-        logprobs = chat_logprobs(
-            service.token_texts, *LogprobCursor().next(completion, shown_tokens(completion))
-        )
+    if done.logprobs is not None:
+        told = LogprobCursor().next(done, _told_tokens(body, done))
+        logprobs = chat_logprobs(service.token_texts, *told)
     return {
         "index": index,
         "message": message,
         "logprobs": logprobs,
-        "finish_reason": _reason(completion, answer.calls),
-        **versions_of(completion),
+        "finish_reason": _reason(done, answer.calls),
+        **versions_of(done),
+        **({"token_ids": [*done.tokens]} if body.return_token_ids else {}),
     }
+
+
+def _told_tokens(body: ChatFields, done: Completion) -> int:
+    """The number of tokens that the client is told of: a stop token is no part of a message."""
+    return len(done.tokens) if body.return_token_ids else shown_tokens(done)
 
 
 def _call(call: WrittenCall) -> dict[str, Any]:
@@ -197,32 +203,41 @@ async def _events(
     end = b""  # of the stream, which is sent at once
 
     def chunk(
-        choice: SampledChoice, delta: dict[str, Any], logprobs: Any, reason: str | None
+        choice: SampledChoice,
+        delta: dict[str, Any],
+        told: dict[str, Any],
+        reason: str | None,
+        about: dict[str, Any] = more,
     ) -> bytes:
         one = {
             "index": choice.index,
             "delta": delta,
-            "logprobs": logprobs,
+            "logprobs": None,
             "finish_reason": reason,
+            **told,
         }
-        return sse.event({**head, "choices": [one], **more})
+        return sse.event({**head, "choices": [one], **about})
 
     try:
+        ids = {"prompt_token_ids": dialogue.tokens} if body.return_token_ids else {}
         for choice in running.choices:
-            yield chunk(choice, {"role": "assistant", "content": ""}, None, None)
+            first = {"role": "assistant", "content": ""}
+            yield chunk(choice, first, {}, None, more if choice.index else {**ids, **more})
         async for choice, found, (_, piece) in deltas(running, readers):
-            logprobs = None
-            if body.logprobs:
-                shown = shown_tokens(piece) if isinstance(piece, Completion) else None
-                told = cursors[choice.index].next(piece, shown)
-                logprobs = chat_logprobs(service.token_texts, *told) if told[0] else None
-            written = [_delta(delta) for delta in found] or ([{}] if logprobs else [])
+            end_of = _told_tokens(body, piece) if isinstance(piece, Completion) else None
+            tokens, logprobs, top = cursors[choice.index].next(piece, end_of)
+            told = {}
+            if body.logprobs and tokens:
+                told["logprobs"] = chat_logprobs(service.token_texts, tokens, logprobs, top)
+            if body.return_token_ids and tokens:
+                told["token_ids"] = [*tokens]
+            written = [_delta(delta) for delta in found] or ([{}] if told else [])
             for i, delta in enumerate(written):
-                yield chunk(choice, delta, logprobs if i == 0 else None, None)
+                yield chunk(choice, delta, told if i == 0 else {}, None)
             if isinstance(piece, Completion):
                 done.append(piece)
                 reason = _reason(piece, readers[choice.index].answer().calls)
-                end = chunk(choice, {}, None, reason)
+                end = chunk(choice, {}, {}, reason)
                 if len(done) < len(running.choices):
                     yield end
         if with_usage:

@@ -14,11 +14,7 @@ from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.http import sse
 from jaxshare.serving.http.answers import failed, json_response, service_of, whole
 from jaxshare.serving.http.errors import ApiError, bad_request, unsupported
-from jaxshare.serving.http.generation.fields import (
-    ResponseFormat,
-    SamplingFields,
-    Token,
-)
+from jaxshare.serving.http.generation.fields import ChoiceFields, ResponseFormat, Token
 from jaxshare.serving.http.generation.grammars import grammar_of
 from jaxshare.serving.http.generation.logprobs import LogprobCursor, completion_logprobs
 from jaxshare.serving.http.generation.running import (
@@ -42,7 +38,7 @@ router = APIRouter()
 Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
-class CompletionFields(SamplingFields):
+class CompletionFields(ChoiceFields):
     """The body of POST /v1/completions."""
 
     REFUSED: ClassVar = {
@@ -153,7 +149,15 @@ class _CompletionWork:
             "logprobs": logprobs,
             "finish_reason": reason,
             **(versions_of(completion) if completion else {}),
+            **self.token_ids(completion.tokens if completion else (), prompt),
         }
+
+    def token_ids(self, tokens: Sequence[int], prompt: int | None = None) -> dict[str, Any]:
+        """Returns the fields of a choice with its tokens and, if it is given, those of its prompt."""
+        if not self.fields.return_token_ids:
+            return {}
+        head = {} if prompt is None else {"prompt_token_ids": [*self.prompts[prompt]]}
+        return {**head, "token_ids": [*tokens]}
 
     def _logprobs(self, prompt: int, completion: Completion | None) -> dict[str, Any]:
         parts = []
@@ -245,12 +249,27 @@ async def _events(work: _CompletionWork, running: Running) -> AsyncGenerator[byt
     more = {"usage": None} if with_usage else {}
     cursors = [LogprobCursor() for _ in running.choices]
     sizes = [0 for _ in running.choices]
+    begun: set[int] = set()
     done: list[tuple[int, Completion]] = []
     end = b""  # of the stream, which is sent at once
 
-    def chunk(choice: SampledChoice, text: str, logprobs: Any, reason: str | None) -> bytes:
+    def chunk(
+        choice: SampledChoice,
+        text: str,
+        logprobs: Any,
+        reason: str | None,
+        tokens: Sequence[int] = (),
+    ) -> bytes:
         sizes[choice.index] += len(text)
-        one = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        prompt = None if choice.index in begun else choice.prompt
+        begun.add(choice.index)
+        one = {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            **work.token_ids(tokens, prompt),
+        }
         return sse.event({**work.head, "choices": [one], **more})
 
     try:
@@ -259,18 +278,17 @@ async def _events(work: _CompletionWork, running: Running) -> AsyncGenerator[byt
                 scores = work.prompt_logprobs(choice.prompt) if work.scores else None
                 yield chunk(choice, work.texts[choice.prompt], scores, None)
         async for choice, piece in running.pieces():
-            logprobs = None
+            logprobs, told = None, cursors[choice.index].next(piece)
             if work.fields.logprobs is not None:
-                told = cursors[choice.index].next(piece)
                 offset = sizes[choice.index]
                 logprobs = completion_logprobs(work.service.token_texts, *told, offset)
             if isinstance(piece, Completion):
                 done.append((choice.prompt, piece))
-                end = chunk(choice, "", logprobs, FINISHED[piece.finish_reason])
+                end = chunk(choice, "", logprobs, FINISHED[piece.finish_reason], told[0])
                 if len(done) < len(running.choices):
                     yield end
             else:
-                yield chunk(choice, piece.text, logprobs, None)
+                yield chunk(choice, piece.text, logprobs, None, told[0])
         if with_usage:
             end += sse.event({**work.head, "choices": [], "usage": usage_of(done)})
     except ApiError as error:

@@ -115,6 +115,12 @@ class SamplingFields(Body):
     resample: Literal["stepwise", "hotspot"] | None = None
 
 
+class ChoiceFields(SamplingFields):
+    """How choices are sampled, and whether an answer has the tokens themselves."""
+
+    return_token_ids: bool | None = False
+
+
 class JsonSchemaFormat(BaseModel):
     """The inner part of `response_format` of type json_schema."""
 

@@ -1,13 +1,19 @@
 """/v1/weights: other weights of a server's model, from checkpoints in its folder."""
 
 import asyncio
+import functools
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
+import openai
 import pytest
 import safetensors.numpy
 
+from examples import trl_grpo
 from jaxshare import models
+from jaxshare.serving import prompt_logprobs
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState, TokenChunk
 from jaxshare.serving.http.errors import ApiError
@@ -129,3 +135,43 @@ def test_all_replicas_take_them_and_those_that_fail_are_named():
         answer = http.post(PATH, json={"name": "step-1"})
         message = "replica a: norm/scale is NaN; 1 of 2 replicas have the weights"
         assert answer.status_code == 400 and answer.json()["error"]["message"] == message
+
+
+def test_a_trainer_of_trl_samples_and_hands_over_its_weights(folder, tmp_path):
+    """The example's `rollout_func` with what it uses of a trainer; TRL is not imported."""
+    model = models.load(folder / "first", dtype="float32")
+    prompts = [*3 * ["1. 47 + 38"], "2. 3 * 4", "1. 47 + 38"]
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(max_completion_length=12, temperature=1.0, seed=7),
+        processing_class=lambda text, **_: {"input_ids": model.tokenizer.encode(text)},
+        state=SimpleNamespace(global_step=0),
+        accelerator=SimpleNamespace(
+            is_main_process=True,
+            process_index=0,
+            wait_for_everyone=lambda: None,
+            unwrap_model=lambda model: model,
+        ),
+        model=SimpleNamespace(
+            save_pretrained=functools.partial(shutil.copytree, folder / "step-1")
+        ),
+    )
+    with (
+        Engine(model, max_rows=4) as engine,
+        served(engine, weights_folder=str(tmp_path)) as made,
+        openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        rollouts = trl_grpo.ServerRollouts(client, tmp_path)
+        found = []
+        for step, version in ((0, 0), (0, 0), (1, 1)):
+            trainer.state.global_step = step
+            found.append(rollouts(prompts, trainer))
+            assert made.http.get(PATH).json()["version"] == version
+    first, again, other = found
+    assert first == again != other and not [*tmp_path.iterdir()]
+    assert first["prompt_ids"] == [model.tokenizer.encode(prompt) for prompt in prompts]
+    assert len({*map(tuple, first["completion_ids"])}) == len(prompts), "samples differ in a group"
+    for step, weights in ((first, "first"), (other, "step-1")):
+        sampled_from = models.load(folder / weights, dtype="float32")
+        for prompt, tokens, told in zip(*step.values(), strict=True):
+            scores = prompt_logprobs(sampled_from, [*prompt, *tokens]).logprobs[-len(tokens) :]
+            assert [each for (each,) in told] == pytest.approx(scores, abs=1e-3)
