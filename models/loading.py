@@ -110,8 +110,12 @@ class LoadedModel:
         """A line: what it was loaded from, its architecture, and its size."""
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params, is_leaf=is_quantised))
         where = "" if self.mesh is None else f" on {dict(self.mesh.shape)}"
-        kind = self.config.architecture
-        return f"<LoadedModel {self.name!r}: {kind}, {count:,} parameters{where}>"
+        kind, leaves = self.config.architecture, jax.tree.leaves(self.params, is_leaf=is_quantised)
+        forms = {type(leaf).__name__ for leaf in leaves if is_quantised(leaf)}
+        form = f", quantised ({', '.join(sorted(forms))})" if forms else ""
+        cache = f", {self.approximate_kv} cache" if self.approximate_kv else ""
+        size = f"{count:,} parameters, {self.dtype}{form}{cache}"
+        return f"<LoadedModel {self.name!r}: {kind}, {size}{where}>"
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
