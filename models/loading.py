@@ -23,6 +23,7 @@ from jaxtyping import Float32
 
 from jaxshare import compile_cache
 from jaxshare.cache import KVCache
+from jaxshare.compile_time import report_compiles
 from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.deprecated import renamed
 from jaxshare.layout import Layout
@@ -304,7 +305,8 @@ def load(
     approximate_kv: str | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint in Hugging Face form, in the Orbax form that `jaxshare convert` writes, or a
-    GGUF file. Switches on the persistent compilation cache (`jaxshare.compile_cache`).
+    GGUF file. Switches on the persistent compilation cache (`jaxshare.compile_cache`), and that
+    programs are named on stderr while they are compiled (`jaxshare.compile_time`).
 
     Args:
       path: a folder, a hub id such as "Qwen/Qwen3-0.6B", a file that ends in .gguf, or "embedded"
@@ -331,6 +333,7 @@ def load(
     """
     check_approximation("approximate_kv", approximate_kv)
     compile_cache.enable()
+    report_compiles()
     target_dtype = None if dtype is None else _dtype(dtype)
     check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
     source = opened(find(path, revision, FILES))
