@@ -421,7 +421,10 @@ def _dtype(value: Any) -> jnp.dtype:
     with contextlib.suppress(TypeError):
         if jnp.dtype(value) in [jnp.dtype(known) for known in DTYPES.values()]:
             return jnp.dtype(value)
-    raise ValueError(f"dtype is {value}, but parameters must be bfloat16, float16 or float32")
+    raise ValueError(
+        f"dtype is {value}, but parameters must be bfloat16, float16 or float32; to quantise them, "
+        "`jaxshare convert MODEL FOLDER --quantize int8` writes a folder to load"
+    )
 
 
 def _checkpoint_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:

@@ -29,7 +29,9 @@ def check_pass(cache: KVCache, layout: Layout, count: jax.typing.ArrayLike, widt
         raise ValueError(
             f"count must lie between 0 and the {width} tokens given; got {counts.tolist()}"
         )
-    written = np.asarray(layout.written)
+    # Operations of JAX would be traced inside jit.
+    last = np.maximum(layout.count_listed() - 1, 0)
+    written = np.take_along_axis(np.asarray(layout.blocks), last[:, None], axis=1)[:, 0]
     for r in np.flatnonzero(counts):
         if written[r] < 0:
             raise ValueError(

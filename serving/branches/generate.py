@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxshare import Sampler
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Completions:
-    """The completions that `generate` returns, and what they cost.
+    """The completions that `generate` returns, and what they cost: a sequence of completions.
 
     Attributes:
       completions: in the order of the prompts, n of each.
@@ -60,6 +60,15 @@ class Completions:
     rows: int = 1
     costs: Chosen | None = None
     compile_seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __iter__(self) -> Iterator[Completion]:
+        return iter(self.completions)
+
+    def __getitem__(self, index: int) -> Completion:
+        return self.completions[index]
 
     def __repr__(self) -> str:
         """A line with their number, and what they cost."""
@@ -217,7 +226,7 @@ def _generate_on(
         raise ValueError("the engine is of another model; call generate with engine.model")
     if prompts is None:
         raise ValueError("there are no prompts; give at least one")
-    check_settings(model, prompts, None, max_rows=None, max_kv_bytes=None)
+    check_settings(model, prompts, None, share=None, max_rows=None, max_kv_bytes=None)
     call = CallAnswering.of(model, sampler, **of_texts)
     read = read_run_prompts(model, prompts, n, None)
     answers = call.of_prompts(read, 0)

@@ -178,7 +178,7 @@ MAX_COMPLETIONS = 2**20
 def check_n(n: Any, place: str = "") -> None:
     """Raises ValueError for a number of completions of a prompt that no run can have."""
     if not _is_token(n) or n < 1:
-        raise ValueError(f"n{place} is {n!r}; ask for at least 1 completion")
+        raise ValueError(f"n{place} is {n!r}; ask for at least 1 completion, a whole number")
     if n > MAX_COMPLETIONS:
         raise ValueError(
             f"n{place} is {n}; ask for at most {MAX_COMPLETIONS} completions of one prompt, and for "

@@ -119,10 +119,10 @@ def read_run_prompts(
     )
     vocab = model.config.vocab_size
     for prompt in found:
-        if max(prompt.tokens) >= vocab:
+        if (largest := max(prompt.tokens, default=0)) >= vocab:
             raise ValueError(
-                f"prompt {prompt.number} has the token {max(prompt.tokens)}, which is outside the "
-                f"vocabulary of {vocab}"
+                f"prompt {prompt.number} has the token {largest}, which is outside the vocabulary "
+                f"of {vocab}"
             )
     return found
 

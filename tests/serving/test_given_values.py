@@ -103,6 +103,7 @@ def test_objects_are_shown_in_a_line():
         shown.append(Branches(model, PROBLEM, max_new_tokens=4))
         for each in shown:
             assert len(repr(each)) < 400 and "\n" not in repr(each)
+    assert [*done] == done.completions and len(done) == 2 and done[1] is done.completions[1]
     assert "2 with 8 tokens" in repr(done) and "float32" in repr(model)
     assert "Alice" in repr(session) and "16 of 16 passes" in repr(session)
     assert repr(engine).endswith("shut down>")
