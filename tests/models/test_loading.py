@@ -804,7 +804,7 @@ def test_a_model_is_shown_in_a_line_without_its_weights():
     model = models.load("embedded")
     leaves = jax.tree.leaves(model.params)
     count = f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters"
-    kind = f"Qwen3ForCausalLM, {count}, bfloat16"
+    kind = f"Qwen3ForCausalLM, {count}, float32"
     assert repr(model) == f"<LoadedModel 'embedded': {kind}>"
     approximate = dataclasses.replace(model, approximate_kv="int8")
     assert repr(approximate) == f"<LoadedModel 'embedded': {kind}, int8 cache>"
