@@ -418,11 +418,28 @@ def test_the_cluster_of_ray_is_one_that_ray_takes():
     schema = json.loads((root / "autoscaler" / "ray-schema.json").read_text())
     jsonschema.validate(cluster, schema)
     assert cluster["max_workers"] == len(cluster["provider"]["worker_ips"])
-    installed = re.search(r"jaxshare\[(.*)\]", " ".join(cluster["setup_commands"]))[1]
-    assert {*installed.split(",")} <= {*PROJECT["optional-dependencies"]}
-    shown = re.search(r"ray exec deploy/ray.yaml '(.*)'", (DEPLOY / "ray.yaml").read_text())[1]
+    source, extras = re.search(r"pip install ~/'(.*)\[(.*)\]'", str(cluster["setup_commands"])).groups()
+    assert {*extras.split(",")} <= {*PROJECT["optional-dependencies"]}
+    # What is mounted is what a wheel is built from, as in the images, and the cluster's token.
+    token = "~/.ray/auth_token"
+    built = {name for rest in values("build-cpu", "COPY") for name in rest.split()[:-1]}
+    mounts = {f"~/{source}/{name}": name for name in built} | {token: token}
+    assert cluster["file_mounts"] == mounts and all((ROOT / name).exists() for name in built)
+
+
+def test_the_cluster_of_ray_has_a_token_and_its_server_keys():
+    text = (DEPLOY / "ray.yaml").read_text()
+    cluster = yaml.safe_load(text)
+    started = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"]
+    starts = [each for each in started if "ray start" in each]
+    assert len(starts) == 2 and all(each.startswith("RAY_AUTH_MODE=token ray ") for each in starts)
+    assert "RAY_AUTH_MODE=token" in cluster["setup_commands"][-1]
+    shown = re.search(r"ray exec deploy/ray.yaml '(.*)'", text)[1]
     options = command_parser().parse_args(shlex.split(shown)[1:])
-    assert options.ray == "auto" and options.replicas == 16
+    assert options.ray == "auto" and options.replicas == 16 and options.host == "0.0.0.0"
+    copied = re.search(r"ray rsync-up deploy/ray.yaml (\S+) (\S+)", text)
+    assert copied[1] == copied[2] == options.api_key_file
+    assert shown in (ROOT / "docs" / "operations.md").read_text()
 
 
 def test_a_batch_in_a_cluster_goes_on_in_another_pod():
