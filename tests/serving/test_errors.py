@@ -349,7 +349,7 @@ def test_batch_writes_the_error_of_a_line_and_completes_the_others(batch, whole)
         "jaxshare: error: the model's logits for 2 of 4 completions are not numbers; their lines "
         f"in {batch.output} have the errors, and the others are complete"
     )
-    assert code == 1 and err.splitlines()[-1] == said and "Traceback" not in err
+    assert code == 3 and err.splitlines()[-1] == said and "Traceback" not in err
     assert json.loads(out)["completions"] == 4 and json.loads(out)["failed"] == 2
     found = results(batch.output)
     assert [(r["line"], r["index"], r["finish_reason"]) for r in found] == [
