@@ -391,6 +391,21 @@ def test_calls_wait_for_a_common_beginning_only_where_they_then_share_it(monkeyp
             assert list(done(stream).tokens) == alone([*book, 3 + i], 4)[0]
 
 
+def test_metrics_have_what_there_is_at_most_and_the_time_between_tokens():
+    engine = Stepped(tokens=256, host=128, logits_cache=30_000)
+    limits = {"accelerator": 256 * SIZE, "host": 128 * SIZE, "logits": 30_000}
+    for tier, limit in limits.items():
+        assert metric(engine, "jaxshare_bytes_limit", tier=tier) == limit
+    assert metric(engine, "jaxshare_max_rows") == ROWS
+    prompt, took = lasting(20, 9), 0.0
+    for count, observed in ((1, 0), (9, 1)):
+        stream = engine.submit(prompt, Sampler(), max_new_tokens=count)
+        engine.settle()
+        assert metric(engine, "jaxshare_token_seconds_count") == observed
+        took += (done(stream).seconds - done(stream).first_token_seconds) / 8 * observed
+    assert metric(engine, "jaxshare_token_seconds_sum") == pytest.approx(took)
+
+
 def test_a_short_common_beginning_is_not_worth_a_block():
     engine = Stepped()
     streams = [
