@@ -42,8 +42,7 @@ from jaxshare.serving.locks import OutputLock
 
 _SHARE = {"auto": None, "always": True, "never": False}
 _INCOMPLETE = 3
-"""The exit code when some lines could not be read, or the model's logits for some completions were
-not finite; the others have run."""
+"""The exit code when lines could not be read or logits were not finite; the others have run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -219,12 +218,7 @@ def run_job(
 
 
 def _check(options: argparse.Namespace) -> int | None:
-    """Checks the numbers; returns the bytes of --max-kv-bytes.
-
-    Raises:
-      RefusedInputError: a setting is wrong.
-      ValueError: the output cannot be written.
-    """
+    """Checks the settings and the place of the output; returns the bytes of --max-kv-bytes."""
     for name, what in (("n", "completion"), ("max_new_tokens", "token"), ("max_rows", "row")):
         value = getattr(options, name)
         if value is not None and value < 1:
