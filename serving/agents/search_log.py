@@ -265,8 +265,13 @@ def tree_picture(run: LoggedRun) -> "Figure":
     Compare figure 2a of Hive.
 
     Raises:
+      TypeError: something else than a run of a log.
       ImportError: matplotlib is not installed.
     """
+    if not isinstance(run, LoggedRun):
+        raise TypeError(
+            f"a {type(run).__name__} is no run of a log; give one of SearchLog.of(runtime).runs"
+        )
     positions = _positions(run)
     width, height = (max(position[axis] for position in positions.values()) for axis in (0, 1))
     figure = empty_figure(min(2.0 + 1.1 * (width + 1), 24.0), min(1.6 + 0.34 * (height + 1), 40.0))

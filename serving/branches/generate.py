@@ -21,6 +21,7 @@ from jaxshare.serving.engine.stream_group import likeliest
 from jaxshare.serving.inputs import (
     as_sampler,
     check_completions,
+    check_model,
     chosen,
     default_sampler,
     token_bytes,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from jaxshare.serving.engine import Engine
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Completions:
     """The completions that `generate` returns, and what they cost.
 
@@ -59,6 +60,16 @@ class Completions:
     rows: int = 1
     costs: Chosen | None = None
     compile_seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        """A line with their number, and what they cost."""
+        sampled = sum(len(each.tokens) for each in self.completions)
+        return (
+            f"<Completions: {len(self.completions)} with {sampled} tokens, of prompts with "
+            f"{self.prompt_tokens} ({self.unique_tokens} read once); {self.passes} passes in "
+            f"{self.seconds:.2f} s, {self.kv_bytes / 1e6:.1f} MB of keys and values; see "
+            ".completions>"
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -111,6 +122,7 @@ def generate(
       NotANumberError: the model's logits for a prompt are not finite; `Branches.stream` gives the
         other completions.
     """
+    check_model(model)
     of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
     of_texts |= {"include_stop": include_stop, "top_logprobs": top_logprobs}
     of_texts["logprobs"] = logprobs
