@@ -334,15 +334,13 @@ def load(
     check_approximation("approximate_kv", approximate_kv)
     compile_cache.enable()
     report_compiles()
-    target_dtype = None if dtype is None else _dtype(dtype)
+    asked = None if dtype is None else _dtype(dtype)
     check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
     source = opened(find(path, revision, FILES))
     fitted = source.config if mesh is None else fit(source.config, mesh)
     read, dtypes = _reader(source, fitted, mesh, check)
     generation, tokenizer = generation_of(source), tokenizer_of(source)
-    if target_dtype is None:
-        target_dtype = _checkpoint_dtype(source.settings, dtypes)
-    params = read(target_dtype)
+    params = read(_checkpoint_dtype(source.settings, dtypes) if asked is None else asked)
     if mesh is None and jax.default_backend() == "gpu":
         params = pack(params, source.config)
     use_large_pages(jax.tree.leaves(params))

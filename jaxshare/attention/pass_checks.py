@@ -1,13 +1,13 @@
 """Checks of a pass before it is planned, as far as values are known."""
 
-import jax
 import numpy as np
+from jax import Array
 
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout, is_concrete
 
 
-def check_pass(cache: KVCache, layout: Layout, count: jax.typing.ArrayLike, width: int) -> None:
+def check_pass(cache: KVCache, layout: Layout, count: Array | np.ndarray, width: int) -> None:
     """Checks that a cache can take a pass. While tracing it does nothing, and the pass sets a fault.
 
     Args:

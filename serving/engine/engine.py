@@ -80,8 +80,7 @@ class Engine(AdaptersHost):
           host_kv_bytes: host memory for evicted keys and values; 0 for none.
           policy: "contribution", "lru", "lfu", "slru", "priority", or a `kvcache.policy.Policy`.
           max_rows, max_queue: requests that run at the same time, and that may wait beside those.
-          passes: of a dispatch, the most; between dispatches tokens are streamed and requests
-            admitted. By default as follows from the speeds; see `Scheduler`.
+          passes: the most of a dispatch, between which tokens are streamed; default by the speeds.
           seed, sampler: for requests that have none; by default the checkpoint's own settings.
           logits_cache: host bytes for requests with `resample`, or an existing Logits Cache.
           kept_logits: number of the largest logits to keep, beside the mass of the rest.

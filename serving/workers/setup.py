@@ -136,7 +136,6 @@ def create_session(
     Raises:
       ValueError, TooLongError, EngineError, ClosedError: see `Workers`.
     """
-    check_model(model)
     watch, version = Stopwatch.start(), engine.params_version if engine else 0
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
@@ -205,6 +204,7 @@ def _checked(
     Raises:
       ValueError: see `Workers`.
     """
+    check_model(model)
     check_names(settings["names"])
     settings = {**settings, "names": tuple(settings["names"])}
     if settings["passes_at_once"] is None:

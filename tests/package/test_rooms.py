@@ -22,6 +22,7 @@ SHARED = (
     "jsonl",
     "locks",
     "greedy",
+    "interrupts",
 )
 """The modules of serving that are in no room."""
 
