@@ -5,12 +5,13 @@ import contextlib
 import dataclasses
 import gc
 import importlib.util
-import logging
 import os
 import sys
+import threading
+import time
 from typing import Any
 
-from jaxshare import models
+from jaxshare import models, progress
 from jaxshare.serving.cli import arguments, serve_replicas
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import AdapterFolders, shortened
@@ -20,6 +21,8 @@ from jaxshare.serving.http.settings import ServerSettings, is_loopback, read_key
 KEY_VARIABLE = "JAXSHARE_API_KEY"
 """The environment variable with an API key."""
 _PACKAGES = ("fastapi", "pydantic", "python_multipart", "uvicorn")
+_FORCED_SECONDS = 2.0
+"""The time that a server has to end by itself after a second signal."""
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
 
 
@@ -192,6 +195,7 @@ def run(options: argparse.Namespace) -> int:
             f"serve needs {', '.join(missing)}, which are not installed; run pip install "
             "'jaxshare[serve]'"
         )
+    from jaxshare.serving.http.request_log import logged_to_stderr, notices
     from jaxshare.serving.http.server import DrainingServer, listen, url_of
     from jaxshare.serving.http.service import Service
     from jaxshare.serving.http.sessions.saves import make_root
@@ -211,33 +215,37 @@ def run(options: argparse.Namespace) -> int:
     engine = _engine_arguments(options)
     if settings.sessions_folder is not None:
         make_root(settings.sessions_folder)
-    _log_to_stderr(options.log_level, options.log_format)
     with contextlib.ExitStack() as held:
+        held.enter_context(logged_to_stderr(options.log_level, options.log_format))
+        if options.log_format == "json":  # its lines are no JSON
+            held.enter_context(progress.DISPLAY.session(quiet=True))
         listening = held.enter_context(listen(options.host, options.port))
         files = _files_of(options)
         if files is not None:
             held.callback(files.close)
         if not settings.api_keys and not is_loopback(listening.getsockname()[0]):
-            _say(
-                "warning: anyone who can reach this machine can use the server, which listens at "
-                f"{options.host} without an API key; set ${KEY_VARIABLE} or give --api-key-file"
+            notices.warning(
+                "anyone who can reach this machine can use the server, which listens at "
+                "%s without an API key; set $%s or give --api-key-file",
+                *(options.host, KEY_VARIABLE),
             )
 
-        def on_start() -> None:
+        warm_up = not options.no_warm_up
+
+        def announce(server: DrainingServer) -> None:
             url, name = url_of(listening), settings.model_names[0]
-            _say(f"{name} is served at {url}/v1, with a page at {url}/")
+            _announce(server, f"{name} is served at {url}/v1, with a page at {url}/", warm_up)
 
         if pool is not None:
-            serve_replicas.run(options, pool, engine, settings, listening, on_start)
+            serve_replicas.run(options, pool, engine, settings, listening, announce)
             return 0
         with Engine(_model_of(options), **engine) as made:
             if tracer := serve_replicas.tracer_of(settings):
                 made.tracer = tracer
                 held.callback(tracer.close)
             server = DrainingServer(Service(made, settings, files), listening)
-            server.on_start = on_start
-            server.on_warm = _settle
-            server.serve_until_told(warm_up=not options.no_warm_up)
+            announce(server)
+            server.serve_until_told(warm_up=warm_up)
     return 0
 
 
@@ -344,6 +352,41 @@ def _endpoint_of(options: argparse.Namespace) -> str | None:
     return endpoint
 
 
+def _announce(server: Any, address: str, warm_up: bool) -> None:
+    """Lets a server say where it listens, when it is ready and that it ends.
+
+    A second signal ends the process, whatever the engine does.
+    """
+    from jaxshare.serving.http.request_log import notices
+
+    begun = time.monotonic()
+
+    def on_start() -> None:
+        notices.info(address)
+        if warm_up:
+            notices.info("it compiles what requests need; until then GET /ready has the status 503")
+
+    def on_warm() -> None:
+        _settle()
+        if warm_up:
+            notices.info("ready after %.1f s", time.monotonic() - begun)
+
+    def on_drain() -> None:
+        count, grace = server.service.num_running, server.service.settings.grace
+        runs = f"{count} request{'s run' if count != 1 else ' runs'}, up to {grace:g} s"
+        told = runs if count else "no request runs"
+        notices.info("draining: %s; a second signal ends at once", told)
+
+    def on_forced(sig: int) -> None:
+        # The engine may be compiling, which nothing can interrupt. What is on the disk stays whole.
+        end = threading.Timer(_FORCED_SECONDS, os._exit, (128 + sig,))
+        end.daemon = True
+        end.start()
+
+    server.on_start, server.on_warm = on_start, on_warm
+    server.on_drain, server.on_forced = on_drain, on_forced
+
+
 def _settle() -> None:
     """Keeps the garbage collector from what has been loaded, which stays as long as the process.
 
@@ -351,19 +394,6 @@ def _settle() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _log_to_stderr(level: str, form: str) -> None:
-    from jaxshare.serving.http.request_log import formatter
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(form))
-    for name in ("jaxshare", "uvicorn", "opentelemetry"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(level.upper())
-    # Which warns of each write to a client that has gone.
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 def _say(line: str) -> None:

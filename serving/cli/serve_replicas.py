@@ -51,7 +51,7 @@ def run(
     engine: dict[str, Any],
     settings: ServerSettings,
     listening: socket.socket,
-    on_start: Callable[[], None],
+    announce: Callable[[Any], None],
 ) -> None:
     """Serves until the server is told to end.
 
@@ -61,7 +61,7 @@ def run(
       engine: arguments of every replica's engine.
       settings: of the server.
       listening: a socket that is bound.
-      on_start: called when it listens.
+      announce: lets the server say what it does.
 
     Raises:
       ValueError: no such cluster, no room in it, or replicas that cannot be started.
@@ -88,7 +88,8 @@ def run(
         front = Front(replicas, settings, tracer)
         app = create_front(front, is_local=is_loopback(listening.getsockname()[0]))
         server = DrainingServer(front, listening, app)
-        server.on_start, front.on_failure = on_start, server.end
+        announce(server)
+        front.on_failure = server.end
         server.serve_until_told()
         if tracer is not None:
             tracer.close()

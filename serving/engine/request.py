@@ -1,6 +1,7 @@
 """Requests: a prompt, how it is answered, and its output so far."""
 
 import collections
+import contextvars
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,6 +18,13 @@ from jaxshare.serving.kvcache.policy import SearchPlace, prefix_hash
 from jaxshare.serving.logits_cache.evidence import Watched
 
 _MAX_PROMPTS = 2**16
+_PLAIN = Sampler()
+_COMPILED = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+    *("bad_words", "sequence_bias", "bias", "forbidden", "forbidden_first", "min_tokens"),
+    *("stop_token_ids", "grammar", "processors"),
+)
+"""Settings of a sampler that not every program of the decode loop has, or has room for."""
 
 
 class OutputSink(Protocol):
@@ -80,6 +88,7 @@ class Request:
         this version. The tokens after the last of them have the engine's.
       adapter: that it is answered with, or None.
       restarts: the number of times that tokens were thrown away, because the weights had changed.
+      context: of its submission, in which its end is logged.
       cancel_wanted: whether it is to be cancelled, which is decided before a step; cancelled:
         whether that was decided.
     """
@@ -123,6 +132,14 @@ class Request:
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     restarts: int = 0
     adapter: Adapter | None = None
+    context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
+
+    @property
+    def options(self) -> set[str]:
+        """The names of its options whose first use may compile a program, such as `grammar`."""
+        sampler = self.sampler
+        found = {n for n in _COMPILED if getattr(sampler, n) != getattr(_PLAIN, n)}
+        return found | ({"logprobs"} if self.scored or self.num_top_logprobs else set())
 
     @property
     def adapter_key(self) -> bytes:

@@ -66,6 +66,8 @@ class DrainingServer(uvicorn.Server):
       service: as given.
       on_start: called when it listens.
       on_warm: called when the engine is warm, or has failed to be; in another thread.
+      on_drain: called when it takes no more requests.
+      on_forced: called with a second signal, after which nothing is waited for any more.
     """
 
     def __init__(self, service: Any, listening: socket.socket, app: FastAPI | None = None):
@@ -97,6 +99,9 @@ class DrainingServer(uvicorn.Server):
         self._batches = getattr(app.state, "batches", None)
         self.on_start: Callable[[], None] = lambda: None
         self.on_warm: Callable[[], None] = lambda: None
+        self.on_drain: Callable[[], None] = lambda: None
+        self.on_forced: Callable[[int], None] = lambda sig: None
+        self._is_draining = False
         self._deadline: float | None = None
 
     def serve_until_told(self, *, warm_up: bool = True) -> None:
@@ -125,6 +130,7 @@ class DrainingServer(uvicorn.Server):
             return self.drain()
         self.service.cancel_all()
         self.should_exit = self.force_exit = True
+        self.on_forced(sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen."""
@@ -141,11 +147,14 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Looks, every tenth of a second, whether the server may end."""
+        if self._deadline is not None and not self._is_draining:
+            self._is_draining = True
+            self.on_drain()
         if self._deadline is not None and not self.should_exit:
             late = time.monotonic() >= self._deadline
-            if late and self.service.num_running:
+            if late and not self.service.is_idle:
                 _log.warning(
-                    "%d requests have not finished in time and are cancelled",
+                    "requests (%d) and sessions that have not finished in time are ended",
                     self.service.num_running,
                 )
                 self.service.cancel_all()

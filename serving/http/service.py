@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from jaxshare import Sampler
@@ -58,6 +58,7 @@ class Service:
         self.is_warm = self.is_draining = False
         self.replica = ""
         self._running: set[Running] = set()
+        self._is_over = asyncio.Event()  # nothing is waited for any more
         self._busy = 0
         self._agents: set[str] = set()
         self.sessions: dict[str, RunningSession] = {}
@@ -115,10 +116,33 @@ class Service:
         self.engine.warm_up()
 
     def cancel_all(self) -> None:
-        """Ends all requests; their clients are told that the server shuts down."""
+        """Ends all requests at once; their clients are told that the server shuts down.
+
+        The engine may be compiling, which nothing can interrupt: it is not waited for. In the
+        thread of the event loop.
+        """
+        self._is_over.set()
         for running in [*self._running]:
-            running.cancel()
-        self._close_sessions()
+            running.abandon()
+        for session in [*self.sessions.values()]:
+            session.abandon()
+
+    async def unless_over[Value](self, work: Awaitable[Value]) -> Value:
+        """Awaits a value that something outside of the event loop makes.
+
+        Raises:
+          ApiError: the server has ended all requests before it was there (503).
+        """
+        task = asyncio.ensure_future(work)
+        end = asyncio.ensure_future(self._is_over.wait())
+        try:
+            await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise draining()
+            return task.result()
+        finally:
+            task.cancel()
+            end.cancel()
 
     def client_gone(self) -> None:
         """Counts a client that did not wait for its answer."""
@@ -173,7 +197,8 @@ class Service:
         # What is logged or traced in the thread is of this request.
         here = contextvars.copy_context()
         with _errors_told(prompt):
-            return await asyncio.get_running_loop().run_in_executor(threads, here.run, work)
+            loop = asyncio.get_running_loop()
+            return await self.unless_over(loop.run_in_executor(threads, here.run, work))
 
     async def tokens_of(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Returns the tokens of prompts as `encode` does; in a thread where that takes long.
@@ -340,9 +365,6 @@ class Service:
     def close(self) -> None:
         """Frees the thread of scorings, and ends sessions."""
         self._scoring.shutdown(wait=False, cancel_futures=True)
-        self._close_sessions()
-
-    def _close_sessions(self) -> None:
         for session in [*self.sessions.values()]:
             session.close(wait=False)
 

@@ -146,7 +146,7 @@ async def delete_save(identity: str, request: Request) -> Response:
 async def retrieve_session(identity: str, request: Request) -> Response:
     """Describes a session: its workers, and the steps that they have written."""
     running = _session(request, identity)
-    return json_response(_told(running, await _result(running.ask(describe))))
+    return json_response(_told(running, await _result(request, running.ask(describe))))
 
 
 @router.get("/v1/workers/{identity}/events", tags=["workers"])
@@ -199,8 +199,9 @@ async def remove(identity: str, body: WorkerFields, request: Request) -> Respons
 @router.post("/v1/workers/{identity}/finish", tags=["workers"])
 async def finish(identity: str, request: Request) -> Response:
     """Gives the answer of the workers, or their best guess now, and lets them go on."""
+    running = _session(request, identity)
     found = await _result(
-        _session(request, identity).ask(lambda each: answer_json(each.passes, each.finish()))
+        request, running.ask(lambda each: answer_json(each.passes, each.finish()))
     )
     return json_response({"object": "workers.answer", **found})
 
@@ -210,7 +211,7 @@ async def save(identity: str, request: Request) -> Response:
     """Saves a session, in place of its save before; it goes on when that is on the disk."""
     service, running = service_of(request), _session(request, identity)
     return json_response(
-        await _result(running.ask(lambda workers: service.saves.save(running, workers)))
+        await _result(request, running.ask(lambda workers: service.saves.save(running, workers)))
     )
 
 
@@ -229,7 +230,7 @@ async def attention(identity: str, request: Request) -> Response:
             "shares": attention_shares(workers),
         }
 
-    return json_response(await _result(running.ask(measure)))
+    return json_response(await _result(request, running.ask(measure)))
 
 
 @router.delete("/v1/workers/{identity}", tags=["workers"])
@@ -261,7 +262,7 @@ async def _begin(
     running = RunningSession(identity, owner_of(request), make, seconds, finish_at)
     sessions[identity] = running
     try:
-        made = await _result(running.ready, "problem")
+        made = await _result(request, running.ready, "problem")
     except BaseException:
         del sessions[identity]
         raise
@@ -313,17 +314,17 @@ async def _do(
         work(workers)
         return describe(workers)
 
-    return json_response(_told(running, await _result(running.ask(done), field)))
+    return json_response(_told(running, await _result(request, running.ask(done), field)))
 
 
-async def _result(future: Any, field: str = "identity") -> Any:
+async def _result(request: Request, future: Any, field: str = "identity") -> Any:
     """Awaits what the thread of a session computes.
 
     Raises:
       ApiError: for every error of the library.
     """
     try:
-        return await asyncio.wrap_future(future)
+        return await service_of(request).unless_over(asyncio.wrap_future(future))
     except Exception as error:
         told = api_error(error, prompt=field)
         if told.status == 500:

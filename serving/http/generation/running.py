@@ -11,6 +11,7 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Stream, TokenChunk
+from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http.errors import ApiError, api_error, draining
 
 
@@ -85,6 +86,11 @@ class Running:
         """Ends all choices with the next dispatch."""
         for choice in self.choices:
             choice.stream.cancel()
+
+    def abandon(self) -> None:
+        """Ends all choices at once: whatever waits for them is told that the server shuts down."""
+        for choice in self.choices:
+            choice.stream.abandon(ClosedError("the server shuts down"))
 
     def close(self) -> None:
         """Cancels what has not finished, and frees its place."""
