@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Any
 
-from jaxshare import models, progress
+from jaxshare import __version__, models, progress
 from jaxshare.serving.cli import arguments, serve_replicas
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import AdapterFolders, shortened
@@ -60,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="of pages in browsers that may ask the server, such as https://example.org; may be "
         "given several times (default: none)",
+    )
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="that a proxy on this machine passes on as the host, such as llm.example.org; may be "
+        "given several times (default: this machine's names alone at a loopback address, else all)",
     )
     parser.add_argument(
         "--show-texts",
@@ -169,7 +176,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         )
     for name, text in (
         ("max_choices", "most completions of one request"),
-        ("max_agents", "most different values of the field `agent_id`"),
+        ("max_agents", "most different values of the field `agent_id` at a time"),
         ("max_responses", "most responses of /v1/responses that are stored"),
         ("max_sessions", "most sessions of /v1/workers at a time"),
         ("batch_lines", "lines of batches that run at a time"),
@@ -202,6 +209,8 @@ def run(options: argparse.Namespace) -> int:
 
     # Errors that do not depend on the model are raised before it is loaded.
     settings = settings_of(options)
+    if options.ray is not None:
+        serve_replicas.check_installed()
     pool = ray_pool.of_options(options)
     if pool is not None:
         serve_replicas.check(options)
@@ -245,6 +254,7 @@ def run(options: argparse.Namespace) -> int:
                 held.callback(tracer.close)
             server = DrainingServer(Service(made, settings, files), listening)
             announce(server)
+            _log_start(made, settings)
             server.serve_until_told(warm_up=warm_up)
     return 0
 
@@ -327,6 +337,7 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         model_names=tuple(options.served_model_name or (options.model,)),
         api_keys=read_keys(options.api_key, options.api_key_file, variable),
         allowed_origins=tuple(options.allow_origin or ()),
+        allowed_hosts=tuple(options.allowed_host or ()),
         tool_format=options.tool_format,
         otlp_endpoint=_endpoint_of(options),
         **given,
@@ -350,6 +361,23 @@ def _endpoint_of(options: argparse.Namespace) -> str | None:
         _say(f"warning: requests are not traced: {error}")
         return None
     return endpoint
+
+
+def _log_start(engine: Engine, settings: ServerSettings) -> None:
+    """Logs what is served, and within which limits; of keys their number alone."""
+    from jaxshare.serving.http.app import log
+
+    seen = engine.snapshot(0)
+    limits = dataclasses.asdict(settings) | {"api_keys": len(settings.api_keys)}
+    facts = {
+        "version": __version__,
+        "model": settings.model_names[0],
+        "kv_bytes": seen.capacity * seen.bytes_per_token,
+        "rows": engine.rows,
+        "max_request_tokens": engine.max_request_tokens,
+    }
+    told = ", ".join(f"{name} {value}" for name, value in facts.items())
+    log.info("jaxshare serves: %s", told, extra={"fields": {**facts, "limits": limits}})
 
 
 def _announce(server: Any, address: str, warm_up: bool) -> None:

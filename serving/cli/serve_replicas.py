@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,17 @@ from jaxshare.serving.cluster.model_spec import ModelSpec, shortened
 from jaxshare.serving.cluster.ray_pool import RayPool
 from jaxshare.serving.engine import RequestTracer
 from jaxshare.serving.http.settings import ServerSettings, is_loopback
+
+_MISSING = (
+    "a server with --ray runs on Ray Serve, which is not installed: pip install "
+    "'jaxshare[ray-serve]'"
+)
+
+
+def check_installed() -> None:
+    """Raises ValueError where Ray is not installed, with the extra that has Ray Serve, too."""
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(_MISSING)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -32,10 +44,7 @@ def check(options: argparse.Namespace) -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise ValueError(
-            "a server with --ray runs on Ray Serve, which is not installed: pip install "
-            "'jaxshare[ray-serve]'"
-        ) from error
+        raise ValueError(_MISSING) from error
 
 
 def tracer_of(settings: ServerSettings) -> RequestTracer | None:

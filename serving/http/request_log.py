@@ -22,6 +22,39 @@ _request: contextvars.ContextVar[str | None] = contextvars.ContextVar(
 )
 
 
+_facts: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
+    "jaxshare_facts", default=None
+)
+_FIELD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+def note(**facts: Any) -> None:
+    """Adds facts to the record of the request that this task works for; without one, does nothing.
+
+    They must be none of a client's own words: names that were checked, numbers, words for programs.
+    """
+    if (known := _facts.get()) is not None:
+        known.update(facts)
+
+
+def note_error(code: str | None, param: str | None) -> None:
+    """Adds an error to the record of this task's request; of `param`, the field that it begins with."""
+    field = (param or "").partition(".")[0]
+    note(code=code, param=field if _FIELD.fullmatch(field) else None)
+
+
+def count(**tokens: int) -> None:
+    """Adds numbers to those that the record of this task's request has."""
+    if (known := _facts.get()) is not None:
+        for name, number in tokens.items():
+            known[name] = known.get(name, 0) + number
+
+
+def noted() -> dict[str, Any]:
+    """Returns the facts of this task's request."""
+    return {name: value for name, value in (_facts.get() or {}).items() if value is not None}
+
+
 def begin_request(headers: list[tuple[bytes, bytes]]) -> str:
     """Returns the identity of a request, under which this task and those that it starts log from
     here on.
@@ -34,6 +67,7 @@ def begin_request(headers: list[tuple[bytes, bytes]]) -> str:
     given = next((value for name, value in headers if name.lower() == HEADER), b"")
     identity = given.decode() if _IDENTITY.fullmatch(given) else secrets.token_hex(12)
     _request.set(identity)
+    _facts.set({})
     return identity
 
 

@@ -1,5 +1,6 @@
 """The server's life: its socket, its warm-up, and its end, which lets running requests finish."""
 
+import errno
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http.app import create_app
+from jaxshare.serving.http.limits import MAX_HEAD_BYTES
 from jaxshare.serving.http.protocol import timed_protocol
 from jaxshare.serving.http.settings import is_loopback
 
@@ -20,7 +22,6 @@ _log = logging.getLogger("jaxshare.http")
 
 _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 5
-_MAX_HEADER_BYTES = 64 * 1024
 _LAST_SECONDS = 5
 """The time that answers have to be sent once their requests are cancelled."""
 
@@ -43,6 +44,11 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(
+                f"--host {host} is no address of this machine; give 127.0.0.1, or 0.0.0.0 for all "
+                "that it has"
+            ) from error
         raise ValueError(
             f"{host} port {port} cannot be listened at ({error.strerror or error}); give another "
             "--port, or 0 for a free one"
@@ -92,7 +98,7 @@ class DrainingServer(uvicorn.Server):
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_LAST_SECONDS,
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         super().__init__(config)
         self.service, self._listening = service, listening

@@ -13,6 +13,7 @@ from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.grammars import GrammarError, compile_grammar
+from jaxshare.serving.http import request_log
 from jaxshare.serving.http.batches.file_store import FileStore
 from jaxshare.serving.http.errors import ApiError, api_error, bad_request, draining, param_of
 from jaxshare.serving.http.generation.fields import SamplingFields
@@ -60,7 +61,6 @@ class Service:
         self._running: set[Running] = set()
         self._is_over = asyncio.Event()  # nothing is waited for any more
         self._busy = 0
-        self._agents: set[str] = set()
         self.sessions: dict[str, RunningSession] = {}
         self.saves = SavedSessions(settings.sessions_folder, settings.sessions_bytes)
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxshare-score")
@@ -170,6 +170,7 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+        request_log.note(model=name or names[0])
         return name or names[0]
 
     def check_open(self) -> None:
@@ -270,16 +271,24 @@ class Service:
             )
 
     def check_agent(self, name: str | None) -> None:
-        """Raises ApiError where a request brings one name of an agent too many."""
-        if not name or name in self._agents:
+        """Raises ApiError where a request brings one name of an agent too many.
+
+        The engine forgets agents by itself once they are idle; here those that run are counted.
+        """
+        if not name:
             return
-        if len(self._agents) >= self.settings.max_agents:
-            raise bad_request(
-                f"agent_id is new, and the server has {self.settings.max_agents} agents already, "
-                "the most that it takes; use one of those, or leave it out",
-                "agent_id",
+        if not self.settings.max_agents:
+            raise bad_request("agent_id is given, but the server has --max-agents 0", "agent_id")
+        agents = {each.agent for each in self._running if each.agent}
+        if name not in agents and len(agents) >= self.settings.max_agents:
+            raise ApiError(
+                429,
+                f"agent_id is new, and {len(agents)} agents have requests that run or wait, as "
+                "many as may (--max-agents); try again in a moment, or leave it out",
+                param="agent_id",
+                code="too_many_agents",
+                headers={"Retry-After": "1"},
             )
-        self._agents.add(name)
 
     async def start(
         self,
@@ -329,7 +338,8 @@ class Service:
                 top_logprobs,
                 self.adapter_for(fields.model),
             )
-            return Running(submit(self.engine, wanted), self._running.discard)
+            choices = submit(self.engine, wanted)
+            return Running(choices, self._running.discard, fields.agent_id)
 
         # Where the engine is busy, every change of threads waits for the interpreter's lock.
         if grammar is None and n * len(prompts) <= _FEW_CHOICES:

@@ -15,7 +15,14 @@ from jaxshare.serving.http.errors import ApiError, api_error, bad_request
 from jaxshare.serving.http.generation.fields import Body, Number
 from jaxshare.serving.http.identities import new_id
 from jaxshare.serving.http.service import Service
-from jaxshare.serving.http.sessions.running import RunningSession, answer_json, describe
+from jaxshare.serving.http.sessions.running import (
+    CLOSED,
+    ENDED,
+    FAILED,
+    RunningSession,
+    answer_json,
+    describe,
+)
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.workers import Workers
 from jaxshare.serving.workers.inspection.probe import attention_shares
@@ -307,8 +314,18 @@ def _session(request: Request, identity: str) -> RunningSession:
 async def _do(
     request: Request, identity: str, work: Callable[[Workers], Any], field: str = "name"
 ) -> Response:
-    """Lets a session do something, and describes it then."""
+    """Lets a session that has not ended do something, and describes it then.
+
+    Raises:
+      ApiError: it has ended (409), or refuses.
+    """
     running = _session(request, identity)
+    if running.status in (ENDED, FAILED, CLOSED):
+        raise ApiError(
+            409,
+            f"the session is {running.status}, and its workers write no more; begin another one",
+            code="session_ended",
+        )
 
     def done(workers: Workers) -> dict[str, Any]:
         work(workers)

@@ -12,6 +12,7 @@ from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Stream, TokenChunk
 from jaxshare.serving.errors import ClosedError
+from jaxshare.serving.http import request_log
 from jaxshare.serving.http.errors import ApiError, api_error, draining
 
 
@@ -67,11 +68,18 @@ class Running:
     Args:
       choices: in the order of the answer.
       on_close: called once, when nothing of it runs any more.
+      agent: that the request belongs to, or None.
     """
 
-    def __init__(self, choices: Sequence[SampledChoice], on_close: Callable[["Running"], None]):
-        self.choices, self._on_close = choices, on_close
+    def __init__(
+        self,
+        choices: Sequence[SampledChoice],
+        on_close: Callable[["Running"], None],
+        agent: str | None = None,
+    ):
+        self.choices, self._on_close, self.agent = choices, on_close, agent
         self._is_open, self._has_expired = True, False
+        self._counted = set[int]()  # prompts whose tokens are in the record of the request
         self._timer: asyncio.TimerHandle | None = None
 
     def expire_after(self, seconds: float) -> None:
@@ -164,6 +172,12 @@ class Running:
             completion = await choice.stream
         if completion.finish_reason is FinishReason.CANCELLED and not self._has_expired:
             raise draining()
+        is_first = choice.prompt not in self._counted
+        self._counted.add(choice.prompt)
+        request_log.count(
+            prompt_tokens=completion.prompt_tokens if is_first else 0,
+            completion_tokens=len(completion.tokens),
+        )
         return completion
 
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import pytest
 
 from jaxshare.serving.http import request_log
-from tests.serving.http.served import ScriptedEngine, served
+from tests.serving.http.served import ScriptedEngine, served, until
 
 COMPLETIONS = "/v1/completions"
 
@@ -148,3 +148,34 @@ def test_the_end_in_the_engine_is_of_the_request(lines, live):
         logger.setLevel(level)
     assert [each["request_id"] for each in found] == [answer.headers["x-request-id"]]
     assert (found[0]["prompt_tokens"], found[0]["new_tokens"]) == (1, 2)
+
+
+def test_records_say_of_whom_what_and_how_much_and_where_it_failed(lines):
+    with served(ScriptedEngine(answers=["secret"]), max_body_bytes=20_000) as made:
+        chat = {"messages": [{"role": "user", "content": "secret words"}], "n": 2}
+        used = made.post("/v1/chat/completions", chat).json()["usage"]
+        made.post("/v1/chat/completions", {**chat, "stream": True})
+        made.post(COMPLETIONS, {"prompt": "a", "logit_bias": {"secret": 500}})
+        made.post(COMPLETIONS, {"prompt": "a" * 30_000})
+        made.http.post(COMPLETIONS, json={"prompt": "a"}, headers={"Host": "secret.example"})
+        made.post(COMPLETIONS, {"prompt": "a", "model": "secret"})
+        made.http.get(COMPLETIONS)
+        made.http.get("/v1/secret")
+        until(lambda: len(lines()) == 8)  # the record of a stream may come after its end
+    told = [each for each in lines() if "status" in each]
+    chats = [each for each in told if "chat" in each["path"]]
+    others = [each for each in told if each not in chats]
+    assert len(chats) == 2
+    for each in chats:
+        assert (each["client"], each["model"]) == ("127.0.0.1", "tiny")
+        assert each["prompt_tokens"] == used["prompt_tokens"]
+        assert each["completion_tokens"] == used["completion_tokens"]
+    assert [(e["path"], e["status"], e.get("code"), e.get("param")) for e in others] == [
+        (COMPLETIONS, 400, "invalid_value", "logit_bias"),
+        (COMPLETIONS, 413, "body_too_large", None),
+        (COMPLETIONS, 403, "host_not_allowed", None),
+        (COMPLETIONS, 404, "model_not_found", "model"),
+        (COMPLETIONS, 405, None, None),
+        ("other", 404, None, None),
+    ]
+    assert "secret" not in json.dumps(told)
