@@ -367,14 +367,14 @@ def _log_start(engine: Engine, settings: ServerSettings) -> None:
     """Logs what is served, and within which limits; of keys their number alone."""
     from jaxshare.serving.http.app import log
 
-    seen = engine.snapshot(0)
-    limits = dataclasses.asdict(settings) | {"api_keys": len(settings.api_keys)}
+    limits = {n: v for n, v in vars(settings).items() if isinstance(v, int | float)}
     facts = {
         "version": __version__,
         "model": settings.model_names[0],
-        "kv_bytes": seen.capacity * seen.bytes_per_token,
+        "kv_bytes": engine.kv_bytes,
         "rows": engine.rows,
         "max_request_tokens": engine.max_request_tokens,
+        "api_keys": len(settings.api_keys),
     }
     told = ", ".join(f"{name} {value}" for name, value in facts.items())
     log.info("jaxshare serves: %s", told, extra={"fields": {**facts, "limits": limits}})

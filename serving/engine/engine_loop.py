@@ -51,6 +51,12 @@ class EngineLoop:
         room = pool.tokens if leases.shared else leases.available
         return min(self._scheduler.model.config.max_positions, room)
 
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of accelerator memory for keys and values."""
+        pool = self._scheduler.kv.pool
+        return pool.tokens * pool.bytes_per_token
+
     def _start_thread(self) -> None:
         """Starts the thread, unless it runs. It ends when there is nothing to do.
 

@@ -15,7 +15,7 @@ FORMATS = ("text", "json")
 """The forms of a line."""
 HEADER = b"x-request-id"
 _IDENTITY = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_OF_RECORDS = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime"))
+_OF_RECORDS = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "color_message"))
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _request: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "jaxshare_request", default=None

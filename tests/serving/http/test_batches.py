@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -356,7 +357,8 @@ def test_a_batch_on_a_full_disk_is_finalizing_until_there_is_room(tmp_path, monk
         assert error.code == "storage_failed" and "5 of 9 lines have answers" in error.message
 
 
-def test_a_server_that_ends_in_order_goes_on_with_the_next_start(tmp_path):
+def test_a_server_that_ends_in_order_goes_on_with_the_next_start(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "jaxshare.http")
     with opened(slow_engine(0.02), tmp_path, batch_lines=2) as (server, client):
         batch = start(client, [line(f"a{i}") for i in range(60)])
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3)
@@ -365,6 +367,7 @@ def test_a_server_that_ends_in_order_goes_on_with_the_next_start(tmp_path):
     with opened(ScriptedEngine(answers=["Yes."]), tmp_path) as (_, client):
         batch = ended(client, client.batches.retrieve(batch.id))
         assert batch.status == "completed" and batch.request_counts.completed == 60
+        assert f"batch {batch.id} goes on after a restart" in caplog.text
         content = client.files.content(batch.output_file_id).read().decode()
         names = [json.loads(each)["custom_id"] for each in content.splitlines()]
         assert sorted(names) == sorted(f"a{i}" for i in range(60))
