@@ -209,18 +209,7 @@ def run(options: argparse.Namespace) -> int:
 
     # Errors that do not depend on the model are raised before it is loaded.
     settings = settings_of(options)
-    if options.ray is not None:
-        serve_replicas.check_installed()
-    pool = ray_pool.of_options(options)
-    if pool is not None:
-        serve_replicas.check(options)
-    elif options.data != 1:
-        raise ValueError(
-            f"--data is {options.data}, but a server has one engine; run a server for each group, "
-            "or give --ray and --replicas"
-        )
-    if not 0 <= options.port < 2**16:
-        raise ValueError(f"--port is {options.port}; it must be 0 to 65535")
+    pool = _pool_of(options)
     engine = _engine_arguments(options)
     if settings.sessions_folder is not None:
         make_root(settings.sessions_folder)
@@ -257,6 +246,27 @@ def run(options: argparse.Namespace) -> int:
             _log_start(made, settings)
             server.serve_until_told(warm_up=warm_up)
     return 0
+
+
+def _pool_of(options: argparse.Namespace) -> ray_pool.RayPool | None:
+    """The pool of replicas, or None; checks what the options say of how many engines there are.
+
+    Raises:
+      ValueError: they contradict each other, or the port is none.
+    """
+    if options.ray is not None:
+        serve_replicas.check_installed()
+    pool = ray_pool.of_options(options)
+    if pool is not None:
+        serve_replicas.check(options)
+    elif options.data != 1:
+        raise ValueError(
+            f"--data is {options.data}, but a server has one engine; run a server for each group, "
+            "or give --ray and --replicas"
+        )
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port is {options.port}; it must be 0 to 65535")
+    return pool
 
 
 def _model_of(options: argparse.Namespace) -> models.LoadedModel:

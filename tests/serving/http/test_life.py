@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from jaxshare.serving import score
-from jaxshare.serving.engine import Engine
+from jaxshare.serving.engine import Engine, engine_loop
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http import sse
 from jaxshare.serving.http.endpoints import workers
@@ -240,6 +240,23 @@ def test_requests_are_logged_without_their_text(caplog):
     assert line.startswith(f"POST {COMPLETIONS}: 200 after ")
     told = [record for record in caplog.records if record.name.startswith(("jaxshare", "uvicorn"))]
     assert not any("secret" in record.getMessage() for record in told)
+
+
+def test_requests_that_waited_for_a_program_are_told_with_what_was_new(
+    live, engine, caplog, monkeypatch
+):
+    """A warning names an option once; without a warm-up, waiting is no surprise."""
+    monkeypatch.setattr(engine_loop, "_LONG_SECONDS", 0.0)  # each step says how long it compiled
+    monkeypatch.setattr(engine, "_options", set())
+    caplog.set_level(logging.INFO, "jaxshare.engine")
+    for is_warm in (True, False):
+        monkeypatch.setattr(engine, "_is_warm", is_warm)
+        caplog.clear()
+        live.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "min_tokens": 1})
+        until(lambda: "compiled" in caplog.text)
+        told = [each for each in caplog.records if each.getMessage().startswith("compiled")]
+        assert ("compiled the decode loop for min_tokens: " in caplog.text) is is_warm
+        assert {each.levelno for each in told} == {logging.WARNING if is_warm else logging.INFO}
 
 
 def test_metrics_have_the_engine_s_counters_and_the_server_s(live):
