@@ -58,7 +58,7 @@ LIMITS: dict[str, Sequence[Limit]] = {
     "Requests over HTTP": (
         Limit("body of a request", f"{_SERVER}.max_body_bytes", "`--max-body`", "413", "bytes"),
         Limit("bodies of all open requests", f"{_SERVER}.max_held_bytes", "", "503", "bytes"),
-        Limit("head of a request", "serving.http.server:_MAX_HEADER_BYTES", "", "400", "bytes"),
+        Limit("head of a request", "serving.http.limits:MAX_HEAD_BYTES", "", "400", "bytes"),
         Limit(
             "time for the head, and for the body, of a request",
             f"{_SERVER}.body_seconds",
@@ -121,7 +121,7 @@ LIMITS: dict[str, Sequence[Limit]] = {
         ),
         Limit("tokens to decode", f"{_ENDPOINTS}.tokens:_MOST_TOKENS", "", "400"),
         Limit("candidates to score", f"{_ENDPOINTS}.tokens:_MOST_CANDIDATES", "", "400"),
-        Limit("different values of `agent_id`", f"{_SERVER}.max_agents", "`--max-agents`", "400"),
+        Limit("agents (`agent_id`) at a time", f"{_SERVER}.max_agents", "`--max-agents`", "429"),
     ),
     "What a server keeps": (
         Limit(

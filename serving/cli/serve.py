@@ -5,12 +5,13 @@ import contextlib
 import dataclasses
 import gc
 import importlib.util
-import logging
 import os
 import sys
+import threading
+import time
 from typing import Any
 
-from jaxshare import models
+from jaxshare import __version__, models, progress
 from jaxshare.serving.cli import arguments, serve_replicas
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import AdapterFolders, shortened
@@ -20,6 +21,8 @@ from jaxshare.serving.http.settings import ServerSettings, is_loopback, read_key
 KEY_VARIABLE = "JAXSHARE_API_KEY"
 """The environment variable with an API key."""
 _PACKAGES = ("fastapi", "pydantic", "python_multipart", "uvicorn")
+_FORCED_SECONDS = 2.0
+"""The time that a server has to end by itself after a second signal."""
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ServerSettings)}
 
 
@@ -57,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="of pages in browsers that may ask the server, such as https://example.org; may be "
         "given several times (default: none)",
+    )
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="that a proxy on this machine passes on as the host, such as llm.example.org; may be "
+        "given several times (default: this machine's names alone at a loopback address, else all)",
     )
     parser.add_argument(
         "--show-texts",
@@ -166,7 +176,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         )
     for name, text in (
         ("max_choices", "most completions of one request"),
-        ("max_agents", "most different values of the field `agent_id`"),
+        ("max_agents", "most different values of the field `agent_id` at a time"),
         ("max_responses", "most responses of /v1/responses that are stored"),
         ("max_sessions", "most sessions of /v1/workers at a time"),
         ("batch_lines", "lines of batches that run at a time"),
@@ -192,12 +202,60 @@ def run(options: argparse.Namespace) -> int:
             f"serve needs {', '.join(missing)}, which are not installed; run pip install "
             "'jaxshare[serve]'"
         )
+    from jaxshare.serving.http.request_log import logged_to_stderr, notices
     from jaxshare.serving.http.server import DrainingServer, listen, url_of
     from jaxshare.serving.http.service import Service
     from jaxshare.serving.http.sessions.saves import make_root
 
     # Errors that do not depend on the model are raised before it is loaded.
     settings = settings_of(options)
+    pool = _pool_of(options)
+    engine = _engine_arguments(options)
+    if settings.sessions_folder is not None:
+        make_root(settings.sessions_folder)
+    with contextlib.ExitStack() as held:
+        held.enter_context(logged_to_stderr(options.log_level, options.log_format))
+        if options.log_format == "json":  # its lines are no JSON
+            held.enter_context(progress.DISPLAY.session(quiet=True))
+        listening = held.enter_context(listen(options.host, options.port))
+        files = _files_of(options)
+        if files is not None:
+            held.callback(files.close)
+        if not settings.api_keys and not is_loopback(listening.getsockname()[0]):
+            notices.warning(
+                "anyone who can reach this machine can use the server, which listens at "
+                "%s without an API key; set $%s or give --api-key-file",
+                *(options.host, KEY_VARIABLE),
+            )
+
+        warm_up = not options.no_warm_up
+
+        def announce(server: DrainingServer) -> None:
+            url, name = url_of(listening), settings.model_names[0]
+            _announce(server, f"{name} is served at {url}/v1, with a page at {url}/", warm_up)
+
+        if pool is not None:
+            serve_replicas.run(options, pool, engine, settings, listening, announce)
+            return 0
+        with Engine(_model_of(options), **engine) as made:
+            if tracer := serve_replicas.tracer_of(settings):
+                made.tracer = tracer
+                held.callback(tracer.close)
+            server = DrainingServer(Service(made, settings, files), listening)
+            announce(server)
+            _log_start(made, settings)
+            server.serve_until_told(warm_up=warm_up)
+    return 0
+
+
+def _pool_of(options: argparse.Namespace) -> ray_pool.RayPool | None:
+    """The pool of replicas, or None; checks what the options say of how many engines there are.
+
+    Raises:
+      ValueError: they contradict each other, or the port is none.
+    """
+    if options.ray is not None:
+        serve_replicas.check_installed()
     pool = ray_pool.of_options(options)
     if pool is not None:
         serve_replicas.check(options)
@@ -208,37 +266,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port is {options.port}; it must be 0 to 65535")
-    engine = _engine_arguments(options)
-    if settings.sessions_folder is not None:
-        make_root(settings.sessions_folder)
-    _log_to_stderr(options.log_level, options.log_format)
-    with contextlib.ExitStack() as held:
-        listening = held.enter_context(listen(options.host, options.port))
-        files = _files_of(options)
-        if files is not None:
-            held.callback(files.close)
-        if not settings.api_keys and not is_loopback(listening.getsockname()[0]):
-            _say(
-                "warning: anyone who can reach this machine can use the server, which listens at "
-                f"{options.host} without an API key; set ${KEY_VARIABLE} or give --api-key-file"
-            )
-
-        def on_start() -> None:
-            url, name = url_of(listening), settings.model_names[0]
-            _say(f"{name} is served at {url}/v1, with a page at {url}/")
-
-        if pool is not None:
-            serve_replicas.run(options, pool, engine, settings, listening, on_start)
-            return 0
-        with Engine(_model_of(options), **engine) as made:
-            if tracer := serve_replicas.tracer_of(settings):
-                made.tracer = tracer
-                held.callback(tracer.close)
-            server = DrainingServer(Service(made, settings, files), listening)
-            server.on_start = on_start
-            server.on_warm = _settle
-            server.serve_until_told(warm_up=not options.no_warm_up)
-    return 0
+    return pool
 
 
 def _model_of(options: argparse.Namespace) -> models.LoadedModel:
@@ -319,6 +347,7 @@ def settings_of(options: argparse.Namespace) -> ServerSettings:
         model_names=tuple(options.served_model_name or (options.model,)),
         api_keys=read_keys(options.api_key, options.api_key_file, variable),
         allowed_origins=tuple(options.allow_origin or ()),
+        allowed_hosts=tuple(options.allowed_host or ()),
         tool_format=options.tool_format,
         otlp_endpoint=_endpoint_of(options),
         **given,
@@ -344,6 +373,58 @@ def _endpoint_of(options: argparse.Namespace) -> str | None:
     return endpoint
 
 
+def _log_start(engine: Engine, settings: ServerSettings) -> None:
+    """Logs what is served, and within which limits; of keys their number alone."""
+    from jaxshare.serving.http.app import log
+
+    limits = {n: v for n, v in vars(settings).items() if isinstance(v, int | float)}
+    facts = {
+        "version": __version__,
+        "model": settings.model_names[0],
+        "kv_bytes": engine.kv_bytes,
+        "rows": engine.rows,
+        "max_request_tokens": engine.max_request_tokens,
+        "api_keys": len(settings.api_keys),
+    }
+    told = ", ".join(f"{name} {value}" for name, value in facts.items())
+    log.info("jaxshare serves: %s", told, extra={"fields": {**facts, "limits": limits}})
+
+
+def _announce(server: Any, address: str, warm_up: bool) -> None:
+    """Lets a server say where it listens, when it is ready and that it ends.
+
+    A second signal ends the process, whatever the engine does.
+    """
+    from jaxshare.serving.http.request_log import notices
+
+    begun = time.monotonic()
+
+    def on_start() -> None:
+        notices.info(address)
+        if warm_up:
+            notices.info("it compiles what requests need; until then GET /ready has the status 503")
+
+    def on_warm() -> None:
+        _settle()
+        if warm_up:
+            notices.info("ready after %.1f s", time.monotonic() - begun)
+
+    def on_drain() -> None:
+        count, grace = server.service.num_running, server.service.settings.grace
+        runs = f"{count} request{'s run' if count != 1 else ' runs'}, up to {grace:g} s"
+        told = runs if count else "no request runs"
+        notices.info("draining: %s; a second signal ends at once", told)
+
+    def on_forced(sig: int) -> None:
+        # The engine may be compiling, which nothing can interrupt. What is on the disk stays whole.
+        end = threading.Timer(_FORCED_SECONDS, os._exit, (128 + sig,))
+        end.daemon = True
+        end.start()
+
+    server.on_start, server.on_warm = on_start, on_warm
+    server.on_drain, server.on_forced = on_drain, on_forced
+
+
 def _settle() -> None:
     """Keeps the garbage collector from what has been loaded, which stays as long as the process.
 
@@ -351,19 +432,6 @@ def _settle() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _log_to_stderr(level: str, form: str) -> None:
-    from jaxshare.serving.http.request_log import formatter
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(form))
-    for name in ("jaxshare", "uvicorn", "opentelemetry"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(level.upper())
-    # Which warns of each write to a client that has gone.
-    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
 
 def _say(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,17 @@ from jaxshare.serving.cluster.model_spec import ModelSpec, shortened
 from jaxshare.serving.cluster.ray_pool import RayPool
 from jaxshare.serving.engine import RequestTracer
 from jaxshare.serving.http.settings import ServerSettings, is_loopback
+
+_MISSING = (
+    "a server with --ray runs on Ray Serve, which is not installed: pip install "
+    "'jaxshare[ray-serve]'"
+)
+
+
+def check_installed() -> None:
+    """Raises ValueError where Ray is not installed, with the extra that has Ray Serve, too."""
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(_MISSING)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -32,10 +44,7 @@ def check(options: argparse.Namespace) -> None:
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:
-        raise ValueError(
-            "a server with --ray runs on Ray Serve, which is not installed: pip install "
-            "'jaxshare[ray-serve]'"
-        ) from error
+        raise ValueError(_MISSING) from error
 
 
 def tracer_of(settings: ServerSettings) -> RequestTracer | None:
@@ -51,7 +60,7 @@ def run(
     engine: dict[str, Any],
     settings: ServerSettings,
     listening: socket.socket,
-    on_start: Callable[[], None],
+    announce: Callable[[Any], None],
 ) -> None:
     """Serves until the server is told to end.
 
@@ -61,7 +70,7 @@ def run(
       engine: arguments of every replica's engine.
       settings: of the server.
       listening: a socket that is bound.
-      on_start: called when it listens.
+      announce: lets the server say what it does.
 
     Raises:
       ValueError: no such cluster, no room in it, or replicas that cannot be started.
@@ -88,7 +97,8 @@ def run(
         front = Front(replicas, settings, tracer)
         app = create_front(front, is_local=is_loopback(listening.getsockname()[0]))
         server = DrainingServer(front, listening, app)
-        server.on_start, front.on_failure = on_start, server.end
+        announce(server)
+        front.on_failure = server.end
         server.serve_until_told()
         if tracer is not None:
             tracer.close()

@@ -271,6 +271,7 @@ class Engine(AdaptersHost):
         with self._leases.exclusive("warm up", propose) as agreed:
             if agreed["idle"]:
                 self._scheduler.warm_up()
+        self._is_warm = True
         return time.perf_counter() - begin
 
     def snapshot(self, max_runs: int = 4096) -> EngineSnapshot:

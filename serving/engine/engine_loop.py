@@ -19,6 +19,9 @@ from jaxshare.serving.kvcache.lease import LeaseTable
 
 log = logging.getLogger("jaxshare.engine")
 
+_LONG_SECONDS = 1.0
+"""The time of compiling that is logged."""
+
 
 class EngineLoop:
     """Runs steps of a scheduler in a thread, as long as there is something to do.
@@ -36,6 +39,7 @@ class EngineLoop:
         self._decisions = StepDecisions(scheduler, leases, self._sessions, self._changed)
         self._submitted, self._requests = self._decisions.submitted, self._decisions.requests
         self._closed, self._step_seconds = False, 0.0  # of the last step
+        self._is_warm, self._options = False, set[str]()  # those that requests have had
         self._is_held = False  # requests that have not begun wait for other weights
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -46,6 +50,12 @@ class EngineLoop:
         pool, leases = self._scheduler.kv.pool, self._leases
         room = pool.tokens if leases.shared else leases.available
         return min(self._scheduler.model.config.max_positions, room)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of accelerator memory for keys and values."""
+        pool = self._scheduler.kv.pool
+        return pool.tokens * pool.bytes_per_token
 
     def _start_thread(self) -> None:
         """Starts the thread, unless it runs. It ends when there is nothing to do.
@@ -131,6 +141,7 @@ class EngineLoop:
         self._step_seconds = time.perf_counter() - begun - compiled
         self.metrics.compiled(compiled)
         with self._changed:
+            self._tell_of_compiling(compiled)
             self._sessions.end(self._scheduler.sessions.running, compiled)
             if closed:
                 waiting = [*self._scheduler.sessions.clear(), *self._sessions.take()]
@@ -143,6 +154,20 @@ class EngineLoop:
                 return True
             self._thread = None
             return False
+
+    def _tell_of_compiling(self, seconds: float) -> None:
+        """Logs that requests waited for a program, with the options that they have and earlier ones
+        had not; as a warning where the engine was warmed up, after which it is a surprise."""
+        if seconds < _LONG_SECONDS:
+            return
+        new = {name for each in self._requests for name in each.options} - self._options
+        self._options |= new
+        log.log(
+            logging.WARNING if self._is_warm else logging.INFO,
+            "compiled the decode loop%s: %.1f s, in which all requests waited",
+            f" for {', '.join(sorted(new))}" if new else "",
+            seconds,
+        )
 
     def _run_step(self) -> tuple[bool, bool]:
         """Runs one step that was decided on.

@@ -133,7 +133,8 @@ class OutputProcessor:
         output = request.stream.finish(_final_output(request, reason, error, self.version))
         self.policy.finished(request.agent, len(request.output))
         self.metrics.finished(output)
-        log.info(
+        request.context.run(
+            log.info,
             "ended",
             extra={
                 "call": request.number,

@@ -1,6 +1,7 @@
 """Requests: a prompt, how it is answered, and its output so far."""
 
 import collections
+import contextvars
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,6 +18,13 @@ from jaxshare.serving.kvcache.policy import SearchPlace, prefix_hash
 from jaxshare.serving.logits_cache.evidence import Watched
 
 _MAX_PROMPTS = 2**16
+_PLAIN = Sampler()
+_COMPILED = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+    *("bad_words", "sequence_bias", "bias", "forbidden", "forbidden_first", "min_tokens"),
+    *("stop_token_ids", "grammar", "processors"),
+)
+"""Settings of a sampler that not every program of the decode loop has, or has room for."""
 
 
 class OutputSink(Protocol):
@@ -81,6 +89,7 @@ class Request:
       adapter: that it is answered with, or None.
       waited: whether it has waited for a prefix that another request computed.
       restarts: the number of times that tokens were thrown away, because the weights had changed.
+      context: of its submission, in which its end is logged.
       cancel_wanted: whether it is to be cancelled, which is decided before a step; cancelled:
         whether that was decided.
     """
@@ -125,6 +134,14 @@ class Request:
     restarts: int = 0
     adapter: Adapter | None = None
     waited: bool = False
+    context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
+
+    @property
+    def options(self) -> set[str]:
+        """The names of its options whose first use may compile a program, such as `grammar`."""
+        sampler = self.sampler
+        found = {n for n in _COMPILED if getattr(sampler, n) != getattr(_PLAIN, n)}
+        return found | ({"logprobs"} if self.scored or self.num_top_logprobs else set())
 
     @property
     def adapter_key(self) -> bytes:

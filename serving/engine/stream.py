@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from jaxshare.argument_checks import as_timeout
 from jaxshare.serving.engine.completion import Completion, without_stop
+from jaxshare.serving.errors import EngineError
 
 _SETTLED_TOKENS = 16
 """Tokens after which the text before them is decoded no more."""
@@ -68,6 +69,14 @@ class Stream:
         """Ends the request unless it has finished; its output is what was sampled so far."""
         self._cancel()
 
+    def abandon(self, error: EngineError) -> None:
+        """Ends the stream with an error at once, even while the engine compiles; cancels the request.
+
+        A stream that has ended stays as it is.
+        """
+        self._cancel()
+        self._state.abandon(error)
+
     def wait(self, timeout: float | None = None) -> Completion:
         """Blocks the calling thread until the request has finished.
 
@@ -77,12 +86,12 @@ class Stream:
         """
         timeout = as_timeout("timeout", timeout)
         with self._state.changed:
-            if not self._state.changed.wait_for(lambda: self._state.output is not None, timeout):
+            if not self._state.changed.wait_for(self._state.has_ended, timeout):
                 raise TimeoutError(f"the request has not finished within {timeout} seconds")
         return self._state.result()
 
     async def _finished(self) -> Completion:
-        await self._state.wait_until(lambda: self._state.output is not None)
+        await self._state.wait_until(self._state.has_ended)
         return self._state.result()
 
     def __await__(self) -> Generator[Any, None, Completion]:
@@ -268,10 +277,13 @@ class StreamState:
         self._queue_seconds: float | None = None
         self._first_token_seconds: float | None = None
         self.on_end: Callable[[Completion], None] | None = None
+        self._given_up: EngineError | None = None
         self._was_read = self._is_restarted = False
 
     def result(self) -> Completion:
         """The output with its text. Raises the request's error if it has one."""
+        if self.output is None and self._given_up is not None:
+            raise self._given_up
         assert self.output is not None
         if self.output.error:
             raise self.output.error
@@ -294,13 +306,23 @@ class StreamState:
 
     def has_next(self) -> bool:
         """Returns whether a reader need not wait: there is a chunk, or the end."""
-        return bool(self.chunks) or self.output is not None
+        return bool(self.chunks) or self.has_ended()
+
+    def has_ended(self) -> bool:
+        """Returns whether the output is there, or readers were told not to wait for it."""
+        return self.output is not None or self._given_up is not None
+
+    def abandon(self, error: EngineError) -> None:
+        """Lets readers wait for no more; what the engine does is not for them."""
+        with self.changed:
+            self._given_up = error
+        self._notify()
 
     def next_chunk(self) -> TokenChunk | None:
         """The next chunk with its text; None at the end."""
         with self.changed:
             chunk = self.chunks.popleft() if self.chunks else TokenChunk((), "")
-            last = self.output is not None and not self.chunks
+            last = self.has_ended() and not self.chunks
             self._was_read |= bool(chunk.tokens)
         if chunk.restarted:
             self.detokenizer.restart_text()

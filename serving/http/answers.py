@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response
 
-from jaxshare.serving.http import sse
+from jaxshare.serving.http import request_log, sse
 from jaxshare.serving.http.errors import ApiError, ClientGoneError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 def failed(error: ApiError) -> bytes:
     """Returns the event of an error in the midst of a stream."""
+    request_log.note_error(error.code, error.param)
     return sse.event(error.body())
 
 

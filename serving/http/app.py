@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxshare import __version__
@@ -30,14 +31,14 @@ from jaxshare.serving.http.endpoints import (
 )
 from jaxshare.serving.http.endpoints.response_store import ResponseStore
 from jaxshare.serving.http.endpoints.tree_store import TreeStore
-from jaxshare.serving.http.limits import BodyLimits, LocalHosts
+from jaxshare.serving.http.limits import BodyLimits, KnownHosts
 from jaxshare.serving.http.metrics import HttpMetrics
 from jaxshare.serving.http.observer import Observer
 from jaxshare.serving.http.service import Service
 from jaxshare.serving.http.settings import ServerSettings
 from jaxshare.serving.http.tracing import Traced
 
-_log = logging.getLogger("jaxshare.http")
+log = logging.getLogger("jaxshare.http")
 
 _GONE = 499
 """The status of requests whose clients have gone before there was one."""
@@ -146,8 +147,8 @@ def guard(
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["Authorization", "Content-Type"],
         )
-    if is_local:
-        app.add_middleware(LocalHosts)
+    if is_local or settings.allowed_hosts:
+        app.add_middleware(KnownHosts, allowed=settings.allowed_hosts)
     app.add_middleware(_Counted, metrics=metrics, most=settings.max_open)
     if tracer is not None:
         app.add_middleware(Traced, tracer=tracer)
@@ -189,13 +190,16 @@ class _Counted:
             raise
         finally:
             self._open -= 1
-            path, seconds = _path_of(scope.get("route")), time.perf_counter() - begin
+            path, seconds = _path_of(scope), time.perf_counter() - begin
             self._metrics.ended(path, status, seconds)
+            client = (scope.get("client") or (None,))[0]
+            facts = {"client": client, **request_log.noted()}
             fields = {"path": path, "status": status, "seconds": round(seconds, 6)}
-            _log.info(
-                "%s %s: %d after %.3f s (%s)",
+            log.info(
+                "%s %s: %d after %.3f s (%s) %s",
                 *(scope["method"], path, status, seconds, identity),
-                extra={"fields": {"method": scope["method"], **fields}},
+                " ".join(f"{name}={value}" for name, value in facts.items()),
+                extra={"fields": {"method": scope["method"], **fields, **facts}},
             )
 
 
@@ -208,6 +212,10 @@ def _too_many() -> errors.ApiError:
     )
 
 
-def _path_of(route: Any) -> str:
+def _path_of(scope: Scope) -> str:
     """The path of an endpoint as it is written here; paths that clients make up are all one."""
+    route = scope.get("route")
+    if route is None:  # it was refused before
+        routes = (each for router in ROUTERS for each in router.routes)
+        route = next((each for each in routes if each.matches(scope)[0] is not Match.NONE), None)
     return getattr(route, "path", "other")

@@ -18,6 +18,7 @@ from jaxshare.serving.errors import (
     QueueFullError,
     TooLongError,
 )
+from jaxshare.serving.http import request_log
 
 _RETRY_SECONDS = 1
 _MOST_PLACES = 16
@@ -39,9 +40,23 @@ _TYPES = {
 }
 _NAMES = {"max_new_tokens": "max_tokens", "bias": "logit_bias", "include_stop": None}
 """Arguments of the library whose fields have another name."""
+_REMEDIES = {
+    "make it with logits_cache=BYTES": "start the server with --logits-cache SIZE",
+    "give replace=True, or another name": "set load_inplace to true, or give another name",
+    "make the model with a larger max_rank": "start the server with a larger --max-adapter-rank",
+    "make the engine's model with more max_adapters": "start the server with more --max-adapters",
+    "make the engine with model.with_adapters(max_adapters=N, max_rank=R)": "start the server with "
+    "--max-adapters N",
+    "raise kv_bytes": "raise the server's --kv-bytes",
+}
+"""What the library advises, and what an operator of a server or a client does instead."""
 
-
-_SINGLE = frozenset({"temperature", "seed", "stop", "tools", "priority", "resample"})
+_SINGLE = frozenset(
+    (
+        *("temperature", "seed", "stop", "tools", "priority", "resample", "version", "timeout"),
+        *("layout", "kind", "budget"),
+    )
+)
 """Fields of one word that sentences of the library begin with."""
 
 
@@ -82,7 +97,8 @@ class ApiError(Exception):
         }
 
     def response(self) -> JSONResponse:
-        """Returns the answer."""
+        """Returns the answer; the record of the request that it is for has the error, too."""
+        request_log.note_error(self.code, self.param)
         return JSONResponse(self.body(), self.status, self.headers)
 
 
@@ -120,14 +136,16 @@ def api_error(error: BaseException, *, prompt: str = "prompt") -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
+        waiting = re.match(r"\d+", str(error))
         return ApiError(
             429,
-            "as many requests wait as may; try again in a moment",
+            f"{waiting[0] if waiting else 'as many'} requests wait already, as many as may "
+            "(--max-queue); try again in a moment",
             code="queue_full",
             headers={"Retry-After": str(_RETRY_SECONDS)},
         )
     if isinstance(error, TooLongError):
-        return bad_request(_renamed(str(error)), prompt, "context_length_exceeded")
+        return bad_request(renamed(str(error)), prompt, "context_length_exceeded")
     if isinstance(error, ClosedError):
         return draining()
     if isinstance(error, NoTokenError):
@@ -135,14 +153,19 @@ def api_error(error: BaseException, *, prompt: str = "prompt") -> ApiError:
     if isinstance(error, NotANumberError):
         return ApiError(500, str(error), code="not_a_number")
     if isinstance(error, EngineError):
-        return ApiError(503, str(error), headers={"Retry-After": str(_RETRY_SECONDS)})
+        return ApiError(503, renamed(str(error)), headers={"Retry-After": str(_RETRY_SECONDS)})
     if isinstance(error, ValueError | TypeError):
-        message = _renamed(str(error))
+        message = renamed(str(error))
+        if "TextEncodeInput" in message:  # of the tokenizer
+            message = "the text has half of a surrogate pair, such as \\ud800; send both, or none"
         return bad_request(message, param_of(message, prompt), "invalid_value")
     return ApiError(500, "the server has failed; its log has the reason", code="internal_error")
 
 
-def _renamed(message: str) -> str:
+def renamed(message: str) -> str:
+    """Returns a sentence of the library in the words of the interface and the command line."""
+    for words, option in _REMEDIES.items():
+        message = message.replace(words, option)
     for name, field in _NAMES.items():
         if field:
             message = re.sub(rf"\b{name}\b", field, message)
@@ -153,6 +176,8 @@ def param_of(message: str, prompt: str) -> str:
     """Returns the field that a sentence of the library begins with, or that of the prompt."""
     if "cannot be had with resample" in message:
         return "resample"
+    if prompt == "problem" and message.startswith(("workers need names", "the name ")):
+        return "names"
     found = re.match(r"([a-z]\w*) (?:is|has|cannot|are)\b", message)
     name = found[1] if found else ""
     return name if "_" in name or name in _SINGLE else prompt
@@ -186,11 +211,15 @@ async def _tell_no_one(_: Request, error: Exception) -> JSONResponse:
     return ApiError(499, "the client has gone").response()
 
 
-async def _tell_http(_: Request, error: Exception) -> JSONResponse:
+async def _tell_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, UnicodeDecodeError):
+        place = error.__cause__.start
+        return bad_request(f"the body is no UTF-8 at byte {place}", None, "invalid_json").response()
+    taken = (error.headers or {}).get("Allow", "others")
     messages = {
         404: "there is no such page; docs/server.md has the endpoints",
-        405: "this page does not take this method",
+        405: f"this page takes {taken}, and not {request.method}",
     }
     message = messages.get(error.status_code, str(error.detail))
     return ApiError(error.status_code, message, headers=error.headers).response()
@@ -216,8 +245,10 @@ def invalid(found: Sequence[Any]) -> ApiError:
     Args:
       found: errors of pydantic, whose places begin with "body".
     """
-    if any(one.get("type") == "json_invalid" for one in found):
-        return bad_request("the body is no JSON", None, "invalid_json")
+    if broken := next((one for one in found if one.get("type") == "json_invalid"), None):
+        why, (_, *place) = broken.get("ctx", {}).get("error", "it ends early"), broken["loc"]
+        where = f" at character {place[0]}" if place else ""
+        return bad_request(f"the body is no JSON{where}: {why}", None, "invalid_json")
     # Of a field's alternatives, those that fit the longest way are meant.
     first = [one for one in found if _field(one) == _field(found[0])]
     deepest = max((len(_place(one)) for one in first), default=0)

@@ -2,14 +2,19 @@
 
 import asyncio
 import ipaddress
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxshare.serving.http.auth import OPEN_PATHS
 from jaxshare.serving.http.errors import ApiError
+
+MAX_HEAD_BYTES = 64 * 1024
+"""The most bytes of the head of a request."""
 
 
 class BodyLimits:
-    """Refuses bodies that are too large (413), too slow (408), or too much together (503).
+    """Refuses heads that are too large (400), and bodies that are too large (413), too slow (408), or too much together (503).
 
     Args:
       app: that is asked.
@@ -27,6 +32,8 @@ class BodyLimits:
         self._max_held_bytes, self._held = max_held_bytes, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _head_bytes(scope) > MAX_HEAD_BYTES:
+            return await _too_long_head().response()(scope, receive, send)
         if scope["type"] != "http" or scope["path"] == self._streamed:
             return await self._app(scope, receive, send)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
@@ -90,6 +97,21 @@ class _BodyError(Exception):
         self.error = error
 
 
+def _head_bytes(scope: Scope) -> int:
+    """The bytes of a head; the parser bounds those alone that come in pieces."""
+    line = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    return line + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+
+
+def _too_long_head() -> ApiError:
+    return ApiError(
+        400,
+        f"the head has more than {MAX_HEAD_BYTES:,} bytes; send less in its path and headers",
+        code="head_too_large",
+        headers={"Connection": "close"},
+    )
+
+
 def _too_much() -> ApiError:
     return ApiError(
         503,
@@ -112,28 +134,45 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return next_message
 
 
-class LocalHosts:
-    """Refuses requests to other names than this machine's own, for a server on a loopback address.
+class KnownHosts:
+    """Refuses requests to other names than this machine's own and those that are allowed.
 
     A page of another site whose name is made to point at 127.0.0.1 could read the answers (DNS
-    rebinding): its requests have its own name as the host.
+    rebinding): its requests have its own name as the host. Probes, whose answers say nothing, may
+    use any name.
+
+    Args:
+      app: that is asked.
+      allowed: further names, in lower case and without ports, such as a proxy passes on.
     """
 
-    def __init__(self, app: ASGIApp):
-        self._app = app
+    def __init__(self, app: ASGIApp, allowed: Sequence[str] = ()):
+        self._app, self._allowed = app, frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_local(dict(scope["headers"]).get(b"host", b"")):
-            error = ApiError(
-                403, "this server is for this machine; call it as localhost or by its address"
-            )
-            return await error.response()(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            name = _host_of(dict(scope["headers"]).get(b"host", b""))
+            if name not in self._allowed and not _is_local(name):
+                return await _unknown_host(name).response()(scope, receive, send)
         await self._app(scope, receive, send)
 
 
-def _is_local(header: bytes) -> bool:
+def _unknown_host(name: str) -> ApiError:
+    return ApiError(
+        403,
+        f"this server does not answer to the host {name[:256]!r}; call it as localhost or by its "
+        "address, or start it with --allowed-host NAME for the name that a proxy passes on",
+        code="host_not_allowed",
+    )
+
+
+def _host_of(header: bytes) -> str:
+    """The name in a header Host, without its port."""
     host = header.decode("latin-1").strip().lower()
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_local(name: str) -> bool:
     if name in ("", "localhost") or name.endswith(".localhost"):
         return True
     try:

@@ -1,5 +1,6 @@
 """The server's life: its socket, its warm-up, and its end, which lets running requests finish."""
 
+import errno
 import logging
 import socket
 import threading
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 
 from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http.app import create_app
+from jaxshare.serving.http.limits import MAX_HEAD_BYTES
 from jaxshare.serving.http.protocol import timed_protocol
 from jaxshare.serving.http.settings import is_loopback
 
@@ -20,7 +22,6 @@ _log = logging.getLogger("jaxshare.http")
 
 _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 5
-_MAX_HEADER_BYTES = 64 * 1024
 _LAST_SECONDS = 5
 """The time that answers have to be sent once their requests are cancelled."""
 
@@ -43,6 +44,11 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(
+                f"--host {host} is no address of this machine; give 127.0.0.1, or 0.0.0.0 for all "
+                "that it has"
+            ) from error
         raise ValueError(
             f"{host} port {port} cannot be listened at ({error.strerror or error}); give another "
             "--port, or 0 for a free one"
@@ -66,6 +72,8 @@ class DrainingServer(uvicorn.Server):
       service: as given.
       on_start: called when it listens.
       on_warm: called when the engine is warm, or has failed to be; in another thread.
+      on_drain: called when it takes no more requests.
+      on_forced: called with a second signal, after which nothing is waited for any more.
     """
 
     def __init__(self, service: Any, listening: socket.socket, app: FastAPI | None = None):
@@ -90,13 +98,16 @@ class DrainingServer(uvicorn.Server):
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_LAST_SECONDS,
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         super().__init__(config)
         self.service, self._listening = service, listening
         self._batches = getattr(app.state, "batches", None)
         self.on_start: Callable[[], None] = lambda: None
         self.on_warm: Callable[[], None] = lambda: None
+        self.on_drain: Callable[[], None] = lambda: None
+        self.on_forced: Callable[[int], None] = lambda sig: None
+        self._is_draining = False
         self._deadline: float | None = None
 
     def serve_until_told(self, *, warm_up: bool = True) -> None:
@@ -125,6 +136,7 @@ class DrainingServer(uvicorn.Server):
             return self.drain()
         self.service.cancel_all()
         self.should_exit = self.force_exit = True
+        self.on_forced(sig)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to listen."""
@@ -141,11 +153,14 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Looks, every tenth of a second, whether the server may end."""
+        if self._deadline is not None and not self._is_draining:
+            self._is_draining = True
+            self.on_drain()
         if self._deadline is not None and not self.should_exit:
             late = time.monotonic() >= self._deadline
-            if late and self.service.num_running:
+            if late and not self.service.is_idle:
                 _log.warning(
-                    "%d requests have not finished in time and are cancelled",
+                    "requests (%d) and sessions that have not finished in time are ended",
                     self.service.num_running,
                 )
                 self.service.cancel_all()

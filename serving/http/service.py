@@ -6,13 +6,14 @@ import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from jaxshare import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.grammars import GrammarError, compile_grammar
+from jaxshare.serving.http import request_log
 from jaxshare.serving.http.batches.file_store import FileStore
 from jaxshare.serving.http.errors import ApiError, api_error, bad_request, draining, param_of
 from jaxshare.serving.http.generation.fields import SamplingFields
@@ -58,8 +59,8 @@ class Service:
         self.is_warm = self.is_draining = False
         self.replica = ""
         self._running: set[Running] = set()
+        self._is_over = asyncio.Event()  # nothing is waited for any more
         self._busy = 0
-        self._agents: set[str] = set()
         self.sessions: dict[str, RunningSession] = {}
         self.saves = SavedSessions(settings.sessions_folder, settings.sessions_bytes)
         self._scoring = concurrent.futures.ThreadPoolExecutor(1, "jaxshare-score")
@@ -115,10 +116,33 @@ class Service:
         self.engine.warm_up()
 
     def cancel_all(self) -> None:
-        """Ends all requests; their clients are told that the server shuts down."""
+        """Ends all requests at once; their clients are told that the server shuts down.
+
+        The engine may be compiling, which nothing can interrupt: it is not waited for. In the
+        thread of the event loop.
+        """
+        self._is_over.set()
         for running in [*self._running]:
-            running.cancel()
-        self._close_sessions()
+            running.abandon()
+        for session in [*self.sessions.values()]:
+            session.abandon()
+
+    async def unless_over[Value](self, work: Awaitable[Value]) -> Value:
+        """Awaits a value that something outside of the event loop makes.
+
+        Raises:
+          ApiError: the server has ended all requests before it was there (503).
+        """
+        task = asyncio.ensure_future(work)
+        end = asyncio.ensure_future(self._is_over.wait())
+        try:
+            await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise draining()
+            return task.result()
+        finally:
+            task.cancel()
+            end.cancel()
 
     def client_gone(self) -> None:
         """Counts a client that did not wait for its answer."""
@@ -146,6 +170,7 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+        request_log.note(model=name or names[0])
         return name or names[0]
 
     def check_open(self) -> None:
@@ -173,7 +198,8 @@ class Service:
         # What is logged or traced in the thread is of this request.
         here = contextvars.copy_context()
         with _errors_told(prompt):
-            return await asyncio.get_running_loop().run_in_executor(threads, here.run, work)
+            loop = asyncio.get_running_loop()
+            return await self.unless_over(loop.run_in_executor(threads, here.run, work))
 
     async def tokens_of(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Returns the tokens of prompts as `encode` does; in a thread where that takes long.
@@ -245,16 +271,24 @@ class Service:
             )
 
     def check_agent(self, name: str | None) -> None:
-        """Raises ApiError where a request brings one name of an agent too many."""
-        if not name or name in self._agents:
+        """Raises ApiError where a request brings one name of an agent too many.
+
+        The engine forgets agents by itself once they are idle; here those that run are counted.
+        """
+        if not name:
             return
-        if len(self._agents) >= self.settings.max_agents:
-            raise bad_request(
-                f"agent_id is new, and the server has {self.settings.max_agents} agents already, "
-                "the most that it takes; use one of those, or leave it out",
-                "agent_id",
+        if not self.settings.max_agents:
+            raise bad_request("agent_id is given, but the server has --max-agents 0", "agent_id")
+        agents = {each.agent for each in self._running if each.agent}
+        if name not in agents and len(agents) >= self.settings.max_agents:
+            raise ApiError(
+                429,
+                f"agent_id is new, and {len(agents)} agents have requests that run or wait, as "
+                "many as may (--max-agents); try again in a moment, or leave it out",
+                param="agent_id",
+                code="too_many_agents",
+                headers={"Retry-After": "1"},
             )
-        self._agents.add(name)
 
     async def start(
         self,
@@ -304,7 +338,8 @@ class Service:
                 top_logprobs,
                 self.adapter_for(fields.model),
             )
-            return Running(submit(self.engine, wanted), self._running.discard)
+            choices = submit(self.engine, wanted)
+            return Running(choices, self._running.discard, fields.agent_id)
 
         # Where the engine is busy, every change of threads waits for the interpreter's lock.
         if grammar is None and n * len(prompts) <= _FEW_CHOICES:
@@ -340,9 +375,6 @@ class Service:
     def close(self) -> None:
         """Frees the thread of scorings, and ends sessions."""
         self._scoring.shutdown(wait=False, cancel_futures=True)
-        self._close_sessions()
-
-    def _close_sessions(self) -> None:
         for session in [*self.sessions.values()]:
             session.close(wait=False)
 

@@ -11,6 +11,8 @@ from jaxshare.serving.chat.formats import as_format
 
 _MOST_SECONDS = 7 * 24 * 3600.0
 _NAME = re.compile(r"[^\s\x00-\x1f\x7f]{1,256}")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 
 
@@ -27,7 +29,7 @@ class ServerSettings:
       request_seconds: after which a request is ended, with what it has then.
       stall_seconds: after which a client that takes nothing of a stream is given up.
       max_choices: completions that a request may ask for, over all its prompts.
-      max_agents: different values of `agent_id` that the server takes in its life.
+      max_agents: different values of `agent_id` whose requests run or wait at a time.
       max_responses, max_response_bytes: stored responses, and the bytes that they may take.
       max_sessions: of workers at a time.
       session_idle_seconds: after which a session of workers that no client looks at is held until
@@ -40,7 +42,10 @@ class ServerSettings:
       seed: of lines of batches that bring none.
       show_texts: /v1/engine/cache tells how cached texts begin, those of all clients.
       grace: seconds that running requests have after a SIGTERM.
-      allowed_origins: of pages in browsers that may ask the server; none allows none.
+      allowed_origins: of pages in browsers that may ask the server, such as https://example.org, or
+        * for all; none allows none.
+      allowed_hosts: names that the server answers to beside this machine's own. Without them one
+        that listens at a loopback address answers to no other, and any other server to all.
       tool_format: the form of calls in answers; None for the one that the chat template tells.
       otlp_endpoint: where traces of requests are sent to; None for none.
 
@@ -73,6 +78,7 @@ class ServerSettings:
     show_texts: bool = False
     grace: float = 30.0
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     tool_format: str | None = None
     otlp_endpoint: str | None = None
 
@@ -103,7 +109,8 @@ class ServerSettings:
             values[name] = as_float(name, getattr(self, name), least, _MOST_SECONDS, " seconds")
         values["model_names"] = _checked_names(self.model_names)
         values["api_keys"] = _checked_keys(self.api_keys)
-        values["allowed_origins"] = as_texts("allowed_origins", self.allowed_origins)
+        values["allowed_origins"] = _checked_origins(self.allowed_origins)
+        values["allowed_hosts"] = _checked_hosts(self.allowed_hosts)
         if self.tool_format is not None:
             as_format(self.tool_format)
         for name, value in values.items():
@@ -119,6 +126,26 @@ def _checked_names(given: Any) -> tuple[str, ...]:
             f"served_model_name is {shown(wrong[0])}; a name has 1 to 256 characters and no space"
         )
     return tuple(dict.fromkeys(names))
+
+
+def _checked_origins(given: Any) -> tuple[str, ...]:
+    origins = as_texts("allowed_origins", given)
+    if wrong := [each for each in origins if not _ORIGIN.fullmatch(each)]:
+        raise ValueError(
+            f"--allow-origin is {shown(wrong[0])}, which is no origin; give a scheme and a host "
+            "without a path, such as https://example.org, or * for all"
+        )
+    return origins
+
+
+def _checked_hosts(given: Any) -> tuple[str, ...]:
+    hosts = as_texts("allowed_hosts", given)
+    if wrong := [each for each in hosts if not _HOST.fullmatch(each)]:
+        raise ValueError(
+            f"--allowed-host is {shown(wrong[0])}, which is no name of a host; give one without a "
+            "scheme and a port, such as llm.example.org"
+        )
+    return tuple(each.lower() for each in hosts)
 
 
 def _checked_keys(given: Any) -> tuple[str, ...]:

@@ -87,8 +87,9 @@ class Batch:
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,
             "status": self.status,
-            "output_file_id": self.output_file_id,
-            "error_file_id": self.error_file_id,
+            # They are files when it has ended.
+            "output_file_id": self.output_file_id if self.has_ended else None,
+            "error_file_id": self.error_file_id if self.has_ended else None,
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **{f"{name}_at": self.times.get(name) for name in names},

@@ -74,6 +74,10 @@ class Batches:
             if found.has_ended:
                 self._files.remove_answers(found.identity)
             else:
+                _log.info(
+                    "batch %s goes on after a restart: it was %s, with %d lines",
+                    *(found.identity, found.status, found.total),
+                )
                 self._begin(found)
 
     async def stop(self) -> None:
@@ -180,13 +184,13 @@ class Batches:
         except _InterruptedError:
             pass  # by the end of the server: it goes on with the next start
         except OSError as error:
-            _log.error("a batch cannot begin: %s", error)
+            _log.error("batch %s cannot begin: %s", batch.identity, error)
             batch.fail("storage_failed", "it could not be written; the log has the reason")
             with contextlib.suppress(OSError):
                 batch.enter(states.FAILED, folder)
             batch.status = states.FAILED
         except Exception:
-            _log.exception("a batch has failed")
+            _log.exception("batch %s has failed", batch.identity)
             batch.fail("internal_error", "the server has failed; its log has the reason")
             with contextlib.suppress(OSError):
                 batch.enter(states.FAILED, folder)
@@ -224,12 +228,13 @@ class Batches:
             try:
                 await self._collect(batch, run, answers)
                 answers.name_files()
-                await _until_written(answers.sync)
-                await _until_written(batch.enter, states.FINALIZING, files.batches)
+                batch.status = states.FINALIZING  # while the disk may take nothing for long
+                await _until_written(batch.identity, answers.sync)
+                await _until_written(batch.identity, batch.enter, states.FINALIZING, files.batches)
             finally:
                 answers.close()
-        await _until_written(publish, batch, files)
-        await _until_written(batch.enter, batch.end, files.batches)
+        await _until_written(batch.identity, publish, batch, files)
+        await _until_written(batch.identity, batch.enter, batch.end, files.batches)
 
     async def _collect(self, batch: Batch, run: _BatchRun, answers: BatchAnswers) -> None:
         """Runs lines, and says in which state the batch is to end."""
@@ -240,10 +245,14 @@ class Batches:
                 for line in self._lines(batch, answers):
                     answers.add(LineAnswer(line.custom_id, None, None, _EXPIRED))
         except (OSError, ApiError) as error:
-            _log.error("a batch cannot go on: %s", error)
+            _log.error("batch %s cannot go on: %s", batch.identity, error)
             batch.end = states.FAILED
-            why = "there is no room for more of its answers, or its file cannot be read"
-            batch.fail("storage_failed", why)
+            why = "the disk takes no more" if isinstance(error, OSError) else str(error)
+            batch.fail(
+                "storage_failed",
+                f"{why}; {batch.completed + batch.failed} of {batch.total} lines have answers, which "
+                "are in its files; send the others in a new batch when there is room",
+            )
 
     async def _run_lines(self, batch: Batch, run: _BatchRun, answers: BatchAnswers) -> None:
         """Runs lines, as many at a time as may be.
@@ -303,13 +312,13 @@ class Batches:
                         yield line
 
 
-async def _until_written(work: Callable[..., None], *args: Any) -> None:
+async def _until_written(identity: str, work: Callable[..., None], *args: Any) -> None:
     """Does something with the disk, again and again while that fails: no answer is lost to it."""
     while True:
         try:
             return await asyncio.to_thread(work, *args)
         except OSError as error:
-            _log.error("the answers of a batch cannot become files yet: %s", error)
+            _log.error("batch %s: its answers cannot become files yet: %s", identity, error)
         await asyncio.sleep(_AGAIN_SECONDS)
 
 

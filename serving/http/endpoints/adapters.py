@@ -10,8 +10,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from jaxshare.models import AdapterError
+from jaxshare.serving.errors import ClosedError, EngineError
 from jaxshare.serving.http.answers import json_response, service_of
-from jaxshare.serving.http.errors import ApiError, bad_request
+from jaxshare.serving.http.errors import ApiError, bad_request, renamed
 from jaxshare.serving.http.generation.fields import Body, FolderName
 from jaxshare.serving.http.service import Service
 
@@ -56,8 +57,12 @@ async def load_adapter(body: LoadAdapterFields, request: Request) -> Response:
             service.engine.add_adapter(body.lora_name, folder, replace=body.load_inplace)
         except (OSError, AdapterError) as error:
             # What it says names folders of the server.
-            text = str(error).replace(str(folder), body.lora_path)
+            text = renamed(str(error).replace(str(folder), body.lora_path))
             raise bad_request(text, "lora_path", "invalid_adapter") from error
+        except ClosedError:
+            raise
+        except EngineError as error:  # no place for it, which does not change by itself
+            raise bad_request(renamed(str(error)), "lora_name", "no_adapter_place") from error
 
     with service.busy():
         await service.alone(add, prompt="lora_path")

@@ -10,7 +10,7 @@ from jaxshare.serving.http.answers import json_response, owner_of, service_of
 from jaxshare.serving.http.batches.file_store import on_disk
 from jaxshare.serving.http.batches.running import new_batch
 from jaxshare.serving.http.endpoints.files import batches_of, page_of
-from jaxshare.serving.http.generation.fields import Body
+from jaxshare.serving.http.generation.fields import Body, matching
 
 router = APIRouter()
 
@@ -23,7 +23,9 @@ class BatchFields(Body):
 
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,2}h$")] = "24h"
+    completion_window: Annotated[
+        str, *matching(r"[1-9][0-9]{0,2}h", "it must be 1 to 999 hours, such as 24h")
+    ] = "24h"
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],

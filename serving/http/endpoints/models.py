@@ -40,12 +40,14 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", tags=["server"])
 async def health() -> Response:
     """Tells that the process answers."""
     return json_response({"status": "ok"})
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", tags=["server"])
 async def ready(request: Request) -> Response:
     """Tells whether requests are served at once: 200, or 503 before and after."""

@@ -15,7 +15,14 @@ from jaxshare.serving.http.errors import ApiError, api_error, bad_request
 from jaxshare.serving.http.generation.fields import Body, Number
 from jaxshare.serving.http.identities import new_id
 from jaxshare.serving.http.service import Service
-from jaxshare.serving.http.sessions.running import RunningSession, answer_json, describe
+from jaxshare.serving.http.sessions.running import (
+    CLOSED,
+    ENDED,
+    FAILED,
+    RunningSession,
+    answer_json,
+    describe,
+)
 from jaxshare.serving.inputs import default_sampler
 from jaxshare.serving.workers import Workers
 from jaxshare.serving.workers.inspection.probe import attention_shares
@@ -146,7 +153,7 @@ async def delete_save(identity: str, request: Request) -> Response:
 async def retrieve_session(identity: str, request: Request) -> Response:
     """Describes a session: its workers, and the steps that they have written."""
     running = _session(request, identity)
-    return json_response(_told(running, await _result(running.ask(describe))))
+    return json_response(_told(running, await _result(request, running.ask(describe))))
 
 
 @router.get("/v1/workers/{identity}/events", tags=["workers"])
@@ -199,8 +206,9 @@ async def remove(identity: str, body: WorkerFields, request: Request) -> Respons
 @router.post("/v1/workers/{identity}/finish", tags=["workers"])
 async def finish(identity: str, request: Request) -> Response:
     """Gives the answer of the workers, or their best guess now, and lets them go on."""
+    running = _session(request, identity)
     found = await _result(
-        _session(request, identity).ask(lambda each: answer_json(each.passes, each.finish()))
+        request, running.ask(lambda each: answer_json(each.passes, each.finish()))
     )
     return json_response({"object": "workers.answer", **found})
 
@@ -210,7 +218,7 @@ async def save(identity: str, request: Request) -> Response:
     """Saves a session, in place of its save before; it goes on when that is on the disk."""
     service, running = service_of(request), _session(request, identity)
     return json_response(
-        await _result(running.ask(lambda workers: service.saves.save(running, workers)))
+        await _result(request, running.ask(lambda workers: service.saves.save(running, workers)))
     )
 
 
@@ -229,7 +237,7 @@ async def attention(identity: str, request: Request) -> Response:
             "shares": attention_shares(workers),
         }
 
-    return json_response(await _result(running.ask(measure)))
+    return json_response(await _result(request, running.ask(measure)))
 
 
 @router.delete("/v1/workers/{identity}", tags=["workers"])
@@ -261,7 +269,7 @@ async def _begin(
     running = RunningSession(identity, owner_of(request), make, seconds, finish_at)
     sessions[identity] = running
     try:
-        made = await _result(running.ready, "problem")
+        made = await _result(request, running.ready, "problem")
     except BaseException:
         del sessions[identity]
         raise
@@ -306,24 +314,34 @@ def _session(request: Request, identity: str) -> RunningSession:
 async def _do(
     request: Request, identity: str, work: Callable[[Workers], Any], field: str = "name"
 ) -> Response:
-    """Lets a session do something, and describes it then."""
+    """Lets a session that has not ended do something, and describes it then.
+
+    Raises:
+      ApiError: it has ended (409), or refuses.
+    """
     running = _session(request, identity)
+    if running.status in (ENDED, FAILED, CLOSED):
+        raise ApiError(
+            409,
+            f"the session is {running.status}, and its workers write no more; begin another one",
+            code="session_ended",
+        )
 
     def done(workers: Workers) -> dict[str, Any]:
         work(workers)
         return describe(workers)
 
-    return json_response(_told(running, await _result(running.ask(done), field)))
+    return json_response(_told(running, await _result(request, running.ask(done), field)))
 
 
-async def _result(future: Any, field: str = "identity") -> Any:
+async def _result(request: Request, future: Any, field: str = "identity") -> Any:
     """Awaits what the thread of a session computes.
 
     Raises:
       ApiError: for every error of the library.
     """
     try:
-        return await asyncio.wrap_future(future)
+        return await service_of(request).unless_over(asyncio.wrap_future(future))
     except Exception as error:
         told = api_error(error, prompt=field)
         if told.status == 500:

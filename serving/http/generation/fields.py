@@ -5,7 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from jaxshare.argument_checks import INT32_MAX, INT64_MAX
 from jaxshare.serving.http.errors import unsupported
@@ -21,7 +22,32 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Text = Annotated[str, Field(min_length=1)]
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+
+
+def matching(pattern: str, words: str) -> Any:
+    """Returns what checks the text of a field, for its annotation.
+
+    Args:
+      pattern: that the whole text must match.
+      words: an error's, such as "it must be a number of hours".
+    """
+    compiled = re.compile(pattern)
+
+    def check(text: str) -> str:
+        if not compiled.fullmatch(text):
+            raise PydanticCustomError("pattern", "{words}", {"words": words})
+        return text
+
+    return Field(json_schema_extra={"pattern": f"^(?:{pattern})$"}), AfterValidator(check)
+
+
+FolderName = Annotated[
+    str,
+    *matching(
+        r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}",
+        "it must be the name of a folder in the server's, of 1 to 128 letters, digits and . _ -",
+    ),
+]
 """The name of a folder in one of the server's, which leads nowhere else."""
 
 

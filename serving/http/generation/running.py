@@ -11,6 +11,8 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.stream import Stream, TokenChunk
+from jaxshare.serving.errors import ClosedError
+from jaxshare.serving.http import request_log
 from jaxshare.serving.http.errors import ApiError, api_error, draining
 
 
@@ -66,11 +68,18 @@ class Running:
     Args:
       choices: in the order of the answer.
       on_close: called once, when nothing of it runs any more.
+      agent: that the request belongs to, or None.
     """
 
-    def __init__(self, choices: Sequence[SampledChoice], on_close: Callable[["Running"], None]):
-        self.choices, self._on_close = choices, on_close
+    def __init__(
+        self,
+        choices: Sequence[SampledChoice],
+        on_close: Callable[["Running"], None],
+        agent: str | None = None,
+    ):
+        self.choices, self._on_close, self.agent = choices, on_close, agent
         self._is_open, self._has_expired = True, False
+        self._counted = set[int]()  # prompts whose tokens are in the record of the request
         self._timer: asyncio.TimerHandle | None = None
 
     def expire_after(self, seconds: float) -> None:
@@ -85,6 +94,11 @@ class Running:
         """Ends all choices with the next dispatch."""
         for choice in self.choices:
             choice.stream.cancel()
+
+    def abandon(self) -> None:
+        """Ends all choices at once: whatever waits for them is told that the server shuts down."""
+        for choice in self.choices:
+            choice.stream.abandon(ClosedError("the server shuts down"))
 
     def close(self) -> None:
         """Cancels what has not finished, and frees its place."""
@@ -158,6 +172,12 @@ class Running:
             completion = await choice.stream
         if completion.finish_reason is FinishReason.CANCELLED and not self._has_expired:
             raise draining()
+        is_first = choice.prompt not in self._counted
+        self._counted.add(choice.prompt)
+        request_log.count(
+            prompt_tokens=completion.prompt_tokens if is_first else 0,
+            completion_tokens=len(completion.tokens),
+        )
         return completion
 
 

@@ -16,9 +16,13 @@ const KEY = "jaxshare-key";
 /** @type {Promise<void> | null} */
 let asking = null;
 
-/** Asks for a key, once for all who wait for it. */
-function askForKey() {
+/**
+ * Asks for a key, once for all who wait for it.
+ * @param {boolean} wrong the server does not know the one that it was given
+ */
+function askForKey(wrong) {
   asking ??= new Promise((resolve) => {
+    /** @type {HTMLElement} */ (document.getElementById("key-wrong")).hidden = !wrong;
     const dialog = /** @type {HTMLDialogElement} */ (document.getElementById("key"));
     const input = /** @type {HTMLInputElement} */ (document.getElementById("key-value"));
     input.value = "";
@@ -64,7 +68,7 @@ async function send(path, options = {}) {
     if (answer.ok) return answer;
     const told = await answer.json().catch(() => null);
     if (answer.status === 401) {
-      await askForKey();
+      await askForKey(Boolean(key));
       continue;
     }
     throw new ServerError(told?.error?.message ?? `The server answers with ${answer.status}.`, answer.status);

@@ -22,6 +22,8 @@ RUNNING, WAITING, ENDED, FAILED, CLOSED = "running", "waiting", "ended", "failed
 One that waits has workers that could go on, but all of them are paused, or no client looks at it.
 """
 
+_SHUTDOWN = "the server shuts down"
+
 _Command = tuple[Callable[[Workers], Any], concurrent.futures.Future]
 
 
@@ -56,13 +58,14 @@ class RunningSession:
         self.identity, self.owner, self.status = identity, owner, RUNNING
         self.finish_at = tuple(sorted({*finish_at}))
         self.ready: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+        self.ready.set_running_or_notify_cancel()  # a client that goes away does not cancel it
         self.num_sampled, self._idle_seconds = 0, idle_seconds
         self._seen = time.monotonic()
         self._make, self._commands = make, queue.SimpleQueue[_Command | None]()
         self._events: list[dict[str, Any]] = []
         self._changed = threading.Lock()
         self._readers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
-        self._is_closing = False
+        self._is_closing = self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, name=f"jaxshare-{identity}", daemon=True)
         self._thread.start()
 
@@ -86,6 +89,12 @@ class RunningSession:
         self._commands.put(None)
         if wait:
             self._thread.join()
+
+    def abandon(self) -> None:
+        """Ends the events at once with an error, and the session when the engine lets it."""
+        event = {"type": "error", "message": _SHUTDOWN, "code": "shutting_down"}
+        self._tell(CLOSED, event, last=True)
+        self.close(wait=False)
 
     async def events(self, after: int) -> AsyncGenerator[dict[str, Any]]:
         """Yields the events from a number on as they come, up to the end of the session."""
@@ -116,7 +125,7 @@ class RunningSession:
         with self._changed:
             return not self._readers and time.monotonic() - self._seen > self._idle_seconds
 
-    # In the session's thread.
+    # In the session's thread, but for `_tell`.
 
     def _run(self) -> None:
         try:
@@ -199,9 +208,14 @@ class RunningSession:
                 future.set_exception(error)
         return True
 
-    def _tell(self, status: str, event: dict[str, Any] | None = None) -> None:
-        """Sets the state, and tells readers of an event."""
+    def _tell(
+        self, status: str, event: dict[str, Any] | None = None, *, last: bool = False
+    ) -> None:
+        """Sets the state, and tells readers of an event; nothing comes after one that is `last`."""
         with self._changed:
+            if self._is_abandoned:
+                return
+            self._is_abandoned = last
             self.status = status
             if event:
                 self._events.append({"number": len(self._events), **event})

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -168,16 +169,18 @@ class SavedSessions:
 
 
 def make_root(folder: str) -> None:
-    """Makes the folder of saves.
+    """Makes the folder of saves, and writes a file there, so that the first save does not fail.
 
     Raises:
-      ValueError: it cannot be made.
+      ValueError: it cannot be written.
     """
     try:
         make_folder(Path(folder))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"-")
     except OSError as error:
         raise ValueError(
-            f"--sessions-folder {folder} cannot be made ({reason(error)}); give another folder"
+            f"--sessions-folder {folder} cannot be written ({reason(error)}); give another folder"
         ) from error
 
 

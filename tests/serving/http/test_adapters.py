@@ -60,12 +60,13 @@ def test_requests_name_adapters_which_are_loaded_and_unloaded(folder):
         assert loaded.json() == {"object": "adapters", "adapters": ["first", "two"]}
         found["two"] = ask(made, "two")
         again = made.post(LOAD, {"lora_name": "two", "lora_path": "first"})
-        assert again.status_code == 400 and "give replace=True" in again.json()["error"]["message"]
+        assert again.status_code == 400 and "set load_inplace" in again.json()["error"]["message"]
         made.post(LOAD, {"lora_name": "two", "lora_path": "first", "load_inplace": True})
         assert ask(made, "two") == found["first"]
         assert made.http.get("/v1/models/two").json()["parent"] == "tiny"
         full = made.post(LOAD, {"lora_name": "three", "lora_path": "first"})
-        assert full.status_code == 503 and "all 2 places" in full.json()["error"]["message"]
+        assert full.status_code == 400 and "all 2 places" in full.json()["error"]["message"]
+        assert "--max-adapters" in full.json()["error"]["message"]
         assert made.post(UNLOAD, {"lora_name": "first"}).json()["adapters"] == ["two"]
         assert made.post(UNLOAD, {"lora_name": "first"}).status_code == 404
         assert made.post("/v1/completions", ASKED | {"model": "first"}).status_code == 404

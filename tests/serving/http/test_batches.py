@@ -1,11 +1,14 @@
 """Files and batches, with OpenAI's own client: what it gets, and what it is refused."""
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import httpx2
@@ -14,6 +17,8 @@ import pytest
 
 from jaxshare import Sampler
 from jaxshare.serving import generate
+from jaxshare.serving.http.batches import batch as batch_module
+from jaxshare.serving.http.batches import running
 from jaxshare.serving.http.batches.file_store import FileStore
 from jaxshare.serving.http.batches.lines import LineError, read_line
 from tests.helpers import one_layer
@@ -313,9 +318,47 @@ def test_a_quota_that_ends_a_batch_keeps_its_answers(tmp_path):
         assert [each.code for each in batch.errors.data] == ["storage_failed"]
         found = answers_of(client, batch.output_file_id)
         assert 0 < len(found) == batch.request_counts.completed < 100
+        told = batch.errors.data[0].message
+        assert "--files-bytes" in told and f"{len(found)} of 100 lines have answers" in told
 
 
-def test_a_server_that_ends_in_order_goes_on_with_the_next_start(tmp_path):
+def test_a_batch_on_a_full_disk_is_finalizing_until_there_is_room(tmp_path, monkeypatch):
+    """It runs no more lines, names no files that are not there, and says what is left to send."""
+    full, add = threading.Event(), batch_module.BatchAnswers.add
+    monkeypatch.setattr(running, "_AGAIN_SECONDS", 0.05)
+
+    def write(name, work):
+        def written(*args, **more):
+            if full.is_set():
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return work(*args, **more)
+
+        monkeypatch.setattr(batch_module, name, written)
+
+    def added(answers, answer):
+        if len(answers.done) == 5:
+            full.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(answers, answer)
+
+    write("whole_file", batch_module.whole_file)
+    monkeypatch.setattr(batch_module.BatchAnswers, "add", added)
+    with opened(ScriptedEngine(answers=["Yes."]), tmp_path, batch_lines=1) as (_, client):
+        made = start(client, [line(f"a{i}") for i in range(9)])
+        until(lambda: client.batches.retrieve(made.id).errors)
+        until(lambda: client.batches.retrieve(made.id).status == "finalizing")
+        batch = client.batches.retrieve(made.id)
+        assert batch.output_file_id is None and batch.error_file_id is None
+        full.clear()
+        batch = ended(client, batch)
+        assert batch.status == "failed" and batch.request_counts.completed == 5
+        assert answers_of(client, batch.output_file_id).keys() == {f"a{i}" for i in range(5)}
+        (error,) = batch.errors.data
+        assert error.code == "storage_failed" and "5 of 9 lines have answers" in error.message
+
+
+def test_a_server_that_ends_in_order_goes_on_with_the_next_start(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "jaxshare.http")
     with opened(slow_engine(0.02), tmp_path, batch_lines=2) as (server, client):
         batch = start(client, [line(f"a{i}") for i in range(60)])
         until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3)
@@ -324,6 +367,7 @@ def test_a_server_that_ends_in_order_goes_on_with_the_next_start(tmp_path):
     with opened(ScriptedEngine(answers=["Yes."]), tmp_path) as (_, client):
         batch = ended(client, client.batches.retrieve(batch.id))
         assert batch.status == "completed" and batch.request_counts.completed == 60
+        assert f"batch {batch.id} goes on after a restart" in caplog.text
         content = client.files.content(batch.output_file_id).read().decode()
         names = [json.loads(each)["custom_id"] for each in content.splitlines()]
         assert sorted(names) == sorted(f"a{i}" for i in range(60))

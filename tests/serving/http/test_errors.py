@@ -3,13 +3,16 @@
 import json
 import logging
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxshare.serving.errors import EngineError, NotANumberError
+from jaxshare.serving.errors import EngineError, NotANumberError, QueueFullError, TooLongError
+from jaxshare.serving.http import errors
 from tests.serving.http.served import ScriptedEngine, served, sse_events, until
 
 ASK = [{"role": "user", "content": "Rain?"}]
+BATCH = b'{"input_file_id": "a", "endpoint": "/v1/completions", "completion_window": "%b"}'
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -19,11 +22,19 @@ def tiny():
         ScriptedEngine(),
         api_keys=("right", "other"),
         max_body_bytes=20_000,
-        max_agents=2,
         max_choices=8,
     ) as made:
         made.http.headers["Authorization"] = "Bearer right"
         yield made
+
+
+def raising(error):
+    """A function that raises an error."""
+
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 def refused(answer, status, param=None, code=None):
@@ -280,10 +291,45 @@ def test_open_requests_have_a_bound():
         until(lambda: made.http.get("/version").status_code == 200)
 
 
-def test_agents_have_a_bound(tiny):
-    body = {"prompt": "a", "max_tokens": 1}
-    for name, status in (("a", 200), ("b", 200), ("a", 200), ("", 200), ("c", 400)):
-        assert tiny.post(COMPLETIONS, {**body, "agent_id": name}).status_code == status
+def test_agents_that_run_at_a_time_have_a_bound():
+    """Those that are idle do not count."""
+    engine, body = ScriptedEngine(), {"prompt": "a", "max_tokens": 1}
+    with served(engine, max_agents=2) as made, ThreadPoolExecutor() as threads:
+        for name in "abcdef":
+            assert made.post(COMPLETIONS, {**body, "agent_id": name}).status_code == 200
+        engine.late = 1.0
+        running = [
+            threads.submit(made.post, COMPLETIONS, {**body, "agent_id": name}) for name in "ab"
+        ]
+        until(lambda: made.service.num_running == 2)
+        answer = made.post(COMPLETIONS, {**body, "agent_id": "c"})
+        message = refused(answer, 429, "agent_id", "too_many_agents")
+        assert "2 agents" in message and "--max-agents" in message and answer.headers["retry-after"]
+        assert [each.result().status_code for each in running] == [200, 200]
+    with served(engine, max_agents=0) as made:
+        refused(made.post(COMPLETIONS, {**body, "agent_id": "a"}), 400, "agent_id")
+
+
+def test_a_full_queue_says_how_full_it_is():
+    engine = ScriptedEngine()
+    engine.submit = raising(QueueFullError("7 requests wait already, which is max_queue"))
+    with served(engine) as made:
+        message = refused(made.post(COMPLETIONS, {"prompt": "a"}), 429, None, "queue_full")
+    assert message.startswith("7 requests wait already") and "--max-queue" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("make it with logits_cache=BYTES", "--logits-cache"),
+        ("raise kv_bytes or shorten them", "--kv-bytes"),
+        ("make the model with a larger max_rank", "--max-adapter-rank"),
+    ],
+)
+def test_remedies_are_those_of_an_operator(words, remedy):
+    for kind in (ValueError, TooLongError, EngineError):
+        message = errors.api_error(kind(f"there is no room; {words}")).message
+        assert remedy in message and "=" not in message and "kv_bytes" not in message
 
 
 def test_unknown_fields_are_left_out_and_told_once(tiny, caplog):
@@ -304,7 +350,24 @@ def test_a_server_on_this_machine_answers_to_its_names_alone(tiny):
         ("evil.example", 403),
         ("127.0.0.1.evil.example", 403),
     ):
-        assert tiny.http.get("/health", headers={"Host": host}).status_code == status
+        answer = tiny.http.get("/v1/models", headers={"Host": host})
+        assert answer.status_code == status
+        for path in ("/health", "/ready"):  # of probes, whose answers say nothing
+            assert tiny.http.get(path, headers={"Host": host}).status_code in (200, 503)
+    message = refused(answer, 403, None, "host_not_allowed")
+    assert "'127.0.0.1.evil.example'" in message and "--allowed-host" in message
+
+
+def test_names_that_a_proxy_passes_on_may_be_allowed():
+    with served(ScriptedEngine(), allowed_hosts=("LLM.example.org",)) as made:
+        for host, status in (
+            ("llm.example.org", 200),
+            ("llm.example.org:8443", 200),
+            ("localhost", 200),
+            ("example.org", 403),
+        ):
+            answer = made.http.get("/v1/models", headers={"Host": host})
+            assert answer.status_code == status
 
 
 def test_origins_that_are_named_may_ask():
@@ -312,3 +375,36 @@ def test_origins_that_are_named_may_ask():
         for origin, allowed in (("https://example.org", True), ("https://evil.example", False)):
             answer = made.http.get("/health", headers={"Origin": origin})
             assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "code", "words"),
+    [
+        (COMPLETIONS, b'{"prompt": "a",}', "invalid_json", "no JSON at character 1"),
+        (COMPLETIONS, b'{"prompt": "', "invalid_json", "no JSON at character 1"),
+        (COMPLETIONS, b'{"prompt": "\xff"}', "invalid_json", "no UTF-8 at byte 12"),
+        (COMPLETIONS, b'{"prompt": "a\\ud800"}', "invalid_value", "half of a surrogate pair"),
+        ("/v1/batches", BATCH % b"1d", "invalid_value", "it must be 1 to 999 hours, such as 24h"),
+        ("/v1/weights", b'{"name": "../a"}', "invalid_value", "the name of a folder"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_told_without_python_s_words(live, path, content, code, words):
+    headers = {"Content-Type": "application/json"}
+    answer = live.http.post(path, content=content, headers=headers)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == code and words in error["message"] and "^" not in error["message"]
+
+
+def test_a_head_that_comes_at_once_has_the_same_bound(tiny):
+    answer = tiny.http.get("/v1/models", headers={"X-Long": "a" * 100_000})
+    assert answer.status_code == 400
+    assert tiny.http.get("/v1/models", headers={"X-Long": "a" * 10_000}).status_code == 200
+
+
+def test_another_method_is_told_which_ones_there_are(tiny):
+    message = refused(tiny.http.get(COMPLETIONS), 405)
+    assert "POST" in message and "GET" in message
+    for path in ("/health", "/ready"):
+        answer = tiny.http.head(path)
+        assert answer.status_code == tiny.http.get(path).status_code and answer.content == b""

@@ -9,13 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import pytest
 
 from jaxshare.serving import score
-from jaxshare.serving.engine import Engine
+from jaxshare.serving.engine import Engine, engine_loop
+from jaxshare.serving.errors import ClosedError
 from jaxshare.serving.http import sse
+from jaxshare.serving.http.endpoints import workers
 from jaxshare.serving.inputs import encode_messages
 from tests.helpers import mostly_slow, one_layer
 from tests.serving.http.served import ScriptedEngine, served, sse_events, until
@@ -133,6 +136,49 @@ def test_what_has_not_finished_within_the_grace_is_told_so(narrow):
         client.close()
 
 
+def test_an_engine_that_compiles_does_not_keep_clients_waiting_after_the_grace():
+    """It looks at no request meanwhile: here for longer than the server lives."""
+    engine = ScriptedEngine(answers=["It rains."])
+    engine.late = 4.0
+    with served(engine, grace=0.3) as made, ThreadPoolExecutor() as threads:
+        begin = time.monotonic()
+        whole = threads.submit(made.post, COMPLETIONS, {"prompt": "a"})
+        several = threads.submit(made.post, COMPLETIONS, {"prompt": "a", "stream": True, "n": 3})
+        chat = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+        streamed = threads.submit(made.post, "/v1/chat/completions", chat)
+        until(lambda: made.service.num_running == 3)
+        made.server.drain()
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        for each in (several, streamed):
+            *_, (_, error), (_, end) = sse_events(each.result().text)
+            assert json.loads(error)["error"]["code"] == "shutting_down" and end == "[DONE]"
+        assert time.monotonic() - begin < 3
+
+
+def test_a_session_that_is_not_made_in_time_is_told_so(monkeypatch):
+    """And the events of one that waits for the engine end with an error."""
+    going = threading.Event()
+
+    def make(*args, **more):
+        going.wait(30)
+        raise ClosedError("the engine is shut down")
+
+    monkeypatch.setattr(workers, "Workers", make)
+    with served(ScriptedEngine(), grace=0.2) as made, ThreadPoolExecutor() as threads:
+        asked = threads.submit(made.post, "/v1/workers", {"problem": "17 + 25"})
+        until(lambda: made.service.sessions)
+        (identity,) = made.service.sessions
+        events = threads.submit(made.http.get, f"/v1/workers/{identity}/events")
+        until(lambda: made.service.sessions[identity]._readers)
+        made.server.drain()
+        assert asked.result().json()["error"]["code"] == "shutting_down"
+        (name, error), (_, end) = sse_events(events.result().text)
+        assert name == "error" and json.loads(error)["code"] == "shutting_down"
+        assert end == "[DONE]"
+        going.set()
+
+
 def test_a_request_ends_after_its_time_with_what_it_has(narrow):
     with served(narrow, request_seconds=0.3) as made:
         answer = made.post(COMPLETIONS, LONG).json()
@@ -194,6 +240,23 @@ def test_requests_are_logged_without_their_text(caplog):
     assert line.startswith(f"POST {COMPLETIONS}: 200 after ")
     told = [record for record in caplog.records if record.name.startswith(("jaxshare", "uvicorn"))]
     assert not any("secret" in record.getMessage() for record in told)
+
+
+def test_requests_that_waited_for_a_program_are_told_with_what_was_new(
+    live, engine, caplog, monkeypatch
+):
+    """A warning names an option once; without a warm-up, waiting is no surprise."""
+    monkeypatch.setattr(engine_loop, "_LONG_SECONDS", 0.0)  # each step says how long it compiled
+    monkeypatch.setattr(engine, "_options", set())
+    caplog.set_level(logging.INFO, "jaxshare.engine")
+    for is_warm in (True, False):
+        monkeypatch.setattr(engine, "_is_warm", is_warm)
+        caplog.clear()
+        live.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "min_tokens": 1})
+        until(lambda: "compiled" in caplog.text)
+        told = [each for each in caplog.records if each.getMessage().startswith("compiled")]
+        assert ("compiled the decode loop for min_tokens: " in caplog.text) is is_warm
+        assert {each.levelno for each in told} == {logging.WARNING if is_warm else logging.INFO}
 
 
 def test_metrics_have_the_engine_s_counters_and_the_server_s(live):
@@ -262,7 +325,9 @@ def test_the_command_serves_and_ends_on_signals(sent, tmp_path):
             time.sleep(0.05)  # two at a time may come as one
         # A second signal may find that the server has ended, and the process about to.
         assert process.wait(30) in (0, *(-each for each in sent[1:]))
-        assert process.stderr.read() == ""
+        told = process.stderr.read().splitlines()
+        no_request = "jaxshare: draining: no request runs; a second signal ends at once"
+        assert told in ([no_request], [])  # none where the second one came before it was said
 
 
 def test_the_end_of_a_stream_is_sent_at_once():

@@ -112,8 +112,13 @@ def unloaded(monkeypatch):
         (["--kv-bytes", "much"], "--kv-bytes is 'much'"),
         (["--max-body", "much"], "--max-body is 'much'"),
         (["--host", "no such host"], "--host no such host"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 is no address of this machine"),
         (["--api-key", "a b"], "an API key"),
         (["--tool-format", "odd"], "the format is 'odd'"),
+        (["--allow-origin", "example"], "--allow-origin is 'example'"),
+        (["--allow-origin", "https://example.org/page"], "--allow-origin is"),
+        (["--allowed-host", "https://example.org"], "--allowed-host is"),
+        (["--sessions-folder", "/proc/saves"], "--sessions-folder /proc/saves cannot be written"),
     ],
 )
 def test_options_are_refused_in_a_sentence(unloaded, capsys, options, words):
@@ -137,6 +142,11 @@ def test_packages_that_are_missing_are_named(unloaded, capsys, monkeypatch):
     )
     assert main.main(["serve", "embedded"]) == 1
     assert "pip install 'jaxshare[serve]'" in capsys.readouterr().err
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ray" else found(name)
+    )
+    assert main.main(["serve", "embedded", "--ray"]) == 1
+    assert "pip install 'jaxshare[ray-serve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -142,12 +142,13 @@ def test_a_client_that_goes_away_stops_no_session_and_the_memory_comes_back(live
 def test_what_is_wrong_is_told_and_leaves_no_session(live, body, status, words):
     answer = live.http.post("/v1/workers", json={"problem": PROBLEM, **SETTINGS, **body})
     assert answer.status_code == status, answer.text
-    assert words in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert words in error["message"] and error["param"].partition(".")[0] in body
     assert live.http.get("/v1/workers").json()["data"] == []
 
 
 def test_wrong_requests_of_a_session_are_told_and_it_goes_on(live):
-    made = begin(live, budget=64)
+    made = begin(live, budget=400)  # so that it still runs then
     path = f"/v1/workers/{made['id']}"
     for what, body in (
         ("pause", {"name": "Nobody"}),
@@ -193,6 +194,9 @@ def test_a_session_that_no_client_looks_at_waits_for_one(engine):
 def test_a_session_that_has_ended_tells_so_once_however_often_it_is_asked(live):
     made = begin(live)
     found = events_of(live, made["id"])
+    for what, body in (("pause", {"name": "Alice"}), ("say", {"text": "Go on."})):
+        answer = live.http.post(f"/v1/workers/{made['id']}/{what}", json=body)
+        assert answer.status_code == 409 and answer.json()["error"]["code"] == "session_ended"
     for _ in range(3):
         told = live.http.get(f"/v1/workers/{made['id']}").json()
         live.http.post(f"/v1/workers/{made['id']}/finish")
