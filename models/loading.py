@@ -43,8 +43,8 @@ from jaxshare.models.partial_reads import PartialReader, can_be_read_in_parts
 from jaxshare.models.quantisation.settings import quantisation_of
 from jaxshare.models.safetensors_files import stored_tensors
 from jaxshare.models.safetensors_io import (
-    CHECK_VARIABLE,
     DTYPES,
+    is_checked,
     match_tensors,
     read_params,
 )
@@ -328,7 +328,7 @@ def load(
     check_approximation("approximate_kv", approximate_kv)
     compile_cache.enable()
     target_dtype = None if dtype is None else _dtype(dtype)
-    check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
+    check = is_checked() if check is None else check
     source = opened(find(path, revision, FILES))
     fitted = source.config if mesh is None else fit(source.config, mesh)
     read, dtypes = _reader(source, fitted, mesh, check)
