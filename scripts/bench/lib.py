@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--model",
             default="embedded",
-            help="folder or hub id (default: the model that comes with jaxshare)",
+            help="folder, GGUF file or hub id (default: the model that comes with jaxshare)",
         )
 
     def reporting(self) -> None:
