@@ -267,8 +267,8 @@ class SavedCheckpoint:
             listed = ", ".join(map(str, numbers))
             if numbers:
                 raise SaveError(
-                    f"{folder} has the checkpoints {listed}, not {number}; give the number of one of "
-                    f"them, such as {numbers[-1]}"
+                    f"{folder} has the checkpoints {listed}, not {number}; give number={numbers[-1]}, on "
+                    f"the command line --resume-from {numbers[-1]}"
                 )
             raise SaveError(
                 f"{folder} has no complete checkpoint; give a folder that has checkpoints"

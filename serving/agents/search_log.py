@@ -284,7 +284,11 @@ def tree_picture(run: LoggedRun) -> "Figure":
                 label=label,
                 zorder=2,
             )
+    labels = ""
     if len(run.states) <= _MAX_LABELLED:
+        labels = (
+            "\nat a state: what it waits for, the line of the program, and after a colon its score"
+        )
         for state in run.states:
             ax.annotate(
                 _state_label(state),
@@ -294,7 +298,7 @@ def tree_picture(run: LoggedRun) -> "Figure":
                 fontsize=7,
             )
     ax.set_title(
-        f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls",
+        f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls{labels}",
         loc="left",
         fontsize=10.5,
     )
@@ -332,8 +336,8 @@ def _state_label(state: LoggedState) -> str:
     elif state.waits_for == "end":
         wait = "end"
     else:
-        wait = f"{state.waits_for} {state.line}"
-    return wait if state.score is None else f"{wait} {state.score:.3g}"
+        wait = f"{state.waits_for}, line {state.line}"
+    return wait if state.score is None else f"{wait}: {state.score:.3g}"
 
 
 def _positions(run: LoggedRun) -> dict[tuple[int, ...], tuple[float, float]]:

@@ -51,7 +51,7 @@ def _in_words(names: Sequence[str]) -> str:
         return " with ".join(names)
     if len(names) == 3:
         return f"{names[0]}, {names[1]} and {names[2]}"
-    return f"{names[0]} to {names[-1]}, {len(names)} files,"
+    return f"{names[0]} to {names[-1]}"
 
 
 def data_files(task: str, data_set: DataSet, folder: str | Path | None) -> list[Path]:

@@ -601,7 +601,9 @@ def test_what_cannot_be_restored_is_said(tmp_path):
         match=r"save 1 of .*session is of a session of another model \(.*embedded\) than .*embedded",
     ):
         Workers.restore(load(EMBEDDED, dtype="bfloat16"), folder)
-    with pytest.raises(SaveError, match=r"the checkpoints 1, not 77; give the number .* such as 1"):
+    with pytest.raises(
+        SaveError, match=r"the checkpoints 1, not 77; give number=1, on .*--resume-from 1"
+    ):
         Workers.restore(model(), folder, number=77)
     saves = CheckpointStore(tmp_path / "other")
     saves.save({"a": np.zeros(3)}, {"format": "something"}, wait=True)
