@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxshare.models import Generation, LoadedModel
@@ -129,8 +129,7 @@ def check_identity(
       ValueError: the model is another one.
     """
     now = identity(model)
-    is_renamed = not _same_name(*names)
-    if is_renamed and not ("weights" in saved and "weights" in now):
+    if not _same_name(*names) and not ("weights" in saved and "weights" in now):
         raise ValueError(
             f"{what} began with the model {names[0]}, not {names[1]}, and their parameters cannot be "
             f"compared; give {names[0]}, or {advice}"
@@ -139,21 +138,7 @@ def check_identity(
     if "dtype" in differing:
         differing = [name for name in differing if name != "weights"]  # which have that dtype
     if differing:
-        changes = [
-            _NAMES[name] + _details(name, saved.get(name), now.get(name)) for name in differing
-        ]
-        # all but one of the names are plural
-        verb = "has" if len(changes) == 1 and differing[0] in _SINGULAR else "have"
-        if is_renamed:
-            raise ValueError(
-                f"{what} began with the model {names[0]}, and {names[1]} is another one: "
-                f"{' and '.join(changes)} {'is' if verb == 'has' else 'are'} different; give "
-                f"{names[0]}, or {advice}"
-            )
-        raise ValueError(
-            f"{what} began with another model of this name: {' and '.join(changes)} {verb} "
-            f"changed; {advice}, or put the files of the model back as they were"
-        )
+        raise ValueError(_difference(what, saved, now, differing, names, advice))
     if unknown := [
         what
         for name, what in _NAMES.items()
@@ -167,6 +152,30 @@ def check_identity(
             ", ".join(unknown),
         )
     return {**now, **{name: saved[name] for name in _NAMES if name in saved}}
+
+
+def _difference(
+    what: str,
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    differing: Sequence[str],
+    names: tuple[str | None, str | None],
+    advice: str,
+) -> str:
+    """The error for a model with other parts than the one that a job began with."""
+    changes = [_NAMES[name] + _details(name, saved.get(name), now.get(name)) for name in differing]
+    parts = " and ".join(changes)
+    # all but one of the names are plural
+    is_one = len(changes) == 1 and differing[0] in _SINGULAR
+    if not _same_name(*names):
+        return (
+            f"{what} began with the model {names[0]}, and {names[1]} is another one: {parts} "
+            f"{'is' if is_one else 'are'} different; give {names[0]}, or {advice}"
+        )
+    return (
+        f"{what} began with another model of this name: {parts} {'has' if is_one else 'have'} "
+        f"changed; {advice}, or put the files of the model back as they were"
+    )
 
 
 def _same(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

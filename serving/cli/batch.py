@@ -30,7 +30,7 @@ from jaxshare.serving.branches.batch_input import Item, read_input
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prompt_tree import Branch
 from jaxshare.serving.cli import arguments, batch_output, request_batch, resuming
-from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key, open_existing, same_model
+from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key, known_model, open_existing
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
@@ -188,15 +188,10 @@ def run_job(
                 batch_output.check_finished(output, job, settings, load)
                 return _report(options, finished, finished["completions"])
             before = batch_output.read_keys(file, output, checksums)
-
         elif options.resume:
             resuming.say_new("job", output)
         model = load()
-        known = (
-            batch_output.identity_of(model, options.model)
-            if file is None
-            else same_model(output, job, settings, model)
-        )
+        known = known_model(output, job, settings, model, is_new=file is None)
         items, bad_lines = _read_items(options, sampling, data, model)
         order = _order(items)
         skip = _skipped(before, order, output)
@@ -206,8 +201,6 @@ def run_job(
             batch_output.write_job(job, settings, known)
             file = files.enter_context(jsonl.open_alone(output, "xb", OTHER))
         if engine:
-            for note in engine.notes:
-                print(f"jaxshare: {note}", file=sys.stderr)
             _sample(options, engine, items, file, len(before), len(order))
         lines = batch_output.sorted_lines(output, order)
         finished = {"completions": len(order), "prompts": len(items), "bad_lines": bad_lines}
@@ -352,7 +345,9 @@ def _sample(
     before: int,
     total: int,
 ) -> None:
-    """Writes completions to the file as they finish."""
+    """Writes completions to the file as they finish; says first what was chosen for the run."""
+    for note in engine.notes:
+        print(f"jaxshare: {note}", file=sys.stderr)
     done, max_tokens = before, options.max_new_tokens
     at_most = (total - before) * max_tokens
     with progress.work("prefill") as work:

@@ -147,23 +147,22 @@ def _read_model(job: Path) -> tuple[dict[str, Any], str | None]:
         ) from error
 
 
-def identity_of(model: LoadedModel, name: str) -> dict[str, Any]:
-    """The identity of the model of a new job, and what tells if its files have changed."""
-    return {**identity(model), **files_stamp(name)}
-
-
-def same_model(
-    output: Path, job: Path, settings: Mapping[str, Any], model: LoadedModel
+def known_model(
+    output: Path, job: Path, settings: Mapping[str, Any], model: LoadedModel, *, is_new: bool
 ) -> dict[str, Any]:
-    """The identity of the model of a job that goes on, which is saved where it was not.
+    """The identity of the model of a job, and what tells if its files have changed.
+
+    It is saved where a job that goes on has not saved it.
 
     Raises:
       ValueError: the job began with another model.
     """
+    stamp = files_stamp(settings["model"])
+    if is_new:
+        return {**identity(model), **stamp}
     saved, name = _read_model(job)
     names = name, settings["model"]
-    known = check_identity(f"the job of {output}", saved, model, OTHER, names)
-    known |= files_stamp(settings["model"])
+    known = {**check_identity(f"the job of {output}", saved, model, OTHER, names), **stamp}
     if known != saved:
         write_job(job, settings, known)
     return known

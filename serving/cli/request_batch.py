@@ -102,12 +102,10 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
         elif options.resume:
             resuming.say_new("job", output)
         model = load()
+        known = batch_output.known_model(output, job, settings, model, is_new=file is None)
         if file is None:
-            known = batch_output.identity_of(model, options.model)
             batch_output.write_job(job, settings, known)
             file = files.enter_context(jsonl.open_alone(output, "xb", OTHER))
-        else:
-            known = batch_output.same_model(output, job, settings, model)
         left = [line for line in lines if line.custom_id not in done]
         _answer(options, model, names, left, len(lines), file)
         written = _sorted_lines(output, lines)

@@ -1,4 +1,4 @@
-"""What the commands that go on with a job say of it."""
+"""Words of the commands that go on with a job: --resume, a job that begins, lines that are bad."""
 
 import argparse
 import sys

@@ -59,7 +59,8 @@ def open_runs(
     then["model"] = settings["model"]
     jsonl.check_settings(
         f"the evaluation in {folder} began",
-        *map(_compared, (then, settings)),
+        _compared(then),
+        _compared(settings),
         OTHER,
         causes=_CAUSES,
         notes=_NOTES,

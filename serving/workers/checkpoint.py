@@ -122,15 +122,11 @@ class SessionMetadata:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """The metadata that `as_json` has written; other keys are left out."""
+        given = {"model_name": "", **given}
         reason = given["finish_reason"]
         return cls(
             **{
-                **{
-                    field.name: given[field.name]
-                    for field in dataclasses.fields(cls)
-                    if field.name != "model_name"
-                },
-                "model_name": given.get("model_name", ""),
+                **{field.name: given[field.name] for field in dataclasses.fields(cls)},
                 "finish_reason": reason and FinishReason(reason),
                 "settings": _settings_from_json(given["settings"]),
                 "roster": Roster.from_json(given["roster"]),

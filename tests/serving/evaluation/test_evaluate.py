@@ -32,6 +32,7 @@ from jaxshare.serving.evaluation import (
     execute,
     load_task,
     passes_to,
+    plot,
     points,
     provenance,
     run_specs,
@@ -341,6 +342,29 @@ def test_the_table():
     ]
     assert scoring.table(found[:1], "sequential").split()[:2] == ["passes", "sequential"]
     assert scoring.table(found[2:], "self-consistency").startswith("passes  self-consistency, 2\n")
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_intervals_of_many_lines_are_bars_and_do_not_lie_over_each_other(count):
+    """Bands of more lines would be one grey wash; the values stay as they are."""
+    found = {
+        str(n): [
+            Point(n, budget, 0.1 * n, 0.1 * n - 0.05, 0.1 * n + 0.2, 0, 4, 4)
+            for budget in (64, 128)
+        ]
+        for n in range(count)
+    }
+    (axes,) = plot.accuracy_picture(found, "a title").axes
+    bars = [c for c in axes.collections if hasattr(c, "get_segments")]
+    assert len(axes.collections) == count and len(bars) == (count if count > 4 else 0)
+    for n, line in enumerate(axes.lines):
+        assert [*line.get_ydata()] == pytest.approx([10 * n] * 2)
+        assert [*line.get_xdata()] == pytest.approx([64, 128], rel=0.02)
+    if bars:
+        assert len({line.get_xdata()[0] for line in axes.lines}) == count
+        assert [bar.get_segments()[0][:, 1] for bar in bars] == [
+            pytest.approx([10 * n - 5, 10 * n + 20]) for n in range(count)
+        ]
 
 
 # whole evaluations, of a stand-in
