@@ -34,6 +34,7 @@ from jaxshare.arena import (
     extents,
 )
 from jaxshare.cache_config import CacheConfig
+from jaxshare.cache_repr import BriefCache
 from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.faults import Fault
 from jaxshare.layout import is_concrete
@@ -44,8 +45,8 @@ from jaxshare.sharding import CyclicSharding, on_each
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
+@dataclasses.dataclass(frozen=True, repr=False)
+class KVCache(BriefCache):
     """Blocks of cached keys and values. B blocks, L layers, K kv heads, D head dim.
 
     Attributes:

@@ -73,10 +73,25 @@ _NAMES = {
 }
 
 
+_entered = contextlib.ExitStack()
+_displays = set[progress.Display]()
+"""Where compiling is shown now."""
+
+
+def report_compiles() -> None:
+    """Does what `reported_compiles` does, from here to the end of the process."""
+    _entered.enter_context(reported_compiles())
+
+
 @contextlib.contextmanager
 def reported_compiles(display: progress.Display = progress.DISPLAY) -> Iterator[None]:
     """Shows each program that is traced, lowered and compiled as a piece of work, while it is. One
-    that comes from JAX's persistent cache takes no time in the compiler, and so is not shown there."""
+    that comes from JAX's persistent cache takes no time in the compiler, and so is not shown there.
+
+    Where it is shown already, nothing is added."""
+    if display in _displays:
+        yield
+        return
     own = threading.local()
 
     def begin(event: str, value: float | int, **metadata: str | int) -> None:
@@ -94,9 +109,11 @@ def reported_compiles(display: progress.Display = progress.DISPLAY) -> Iterator[
 
     monitoring.register_scalar_listener(begin)
     monitoring.register_event_duration_secs_listener(end)
+    _displays.add(display)
     try:
         yield
     finally:
+        _displays.remove(display)
         monitoring.unregister_scalar_listener(begin)
         monitoring.unregister_event_duration_listener(end)
 

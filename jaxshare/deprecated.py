@@ -228,7 +228,7 @@ NAMES: Mapping[str, str] = {
 }
 """Old names by old module, and what they are called in the new one."""
 
-GONE_IN = "0.2"
+GONE_IN = "0.3"
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:

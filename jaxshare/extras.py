@@ -1,5 +1,7 @@
 """Packages that only some uses need, the extras of `pip install`."""
 
+import functools
+import io
 from typing import Any
 
 
@@ -18,7 +20,8 @@ class MissingExtraError(ImportError):
 
 
 def figure_class() -> Any:
-    """Imports the class of matplotlib's figures, which only pictures need.
+    """A class of matplotlib's figures, which only pictures need. A notebook shows them without
+    `%matplotlib inline`.
 
     Raises:
       MissingExtraError: matplotlib is not installed.
@@ -29,4 +32,15 @@ def figure_class() -> Any:
         raise MissingExtraError(
             "pictures are drawn with matplotlib, which is not installed", "plot"
         ) from error
-    return Figure
+    return _picture_class(Figure)
+
+
+@functools.cache
+def _picture_class(figure: type) -> type:
+    class Picture(figure):
+        def _repr_png_(self) -> bytes:
+            drawn = io.BytesIO()
+            self.savefig(drawn, format="png")
+            return drawn.getvalue()
+
+    return Picture

@@ -19,6 +19,7 @@ from jaxtyping import Float, Float32, Int
 
 from jaxshare.attention.api import block_attention
 from jaxshare.attention.block_share import block_attention_share, last_tokens
+from jaxshare.attention.pass_checks import check_pass
 from jaxshare.attention.plan import Plan, make_plan
 from jaxshare.cache import KVCache
 from jaxshare.cpu import Implementation
@@ -341,33 +342,11 @@ def _check(
             f"tokens must be int32[R, T] and count int32[R] with R = {layout.num_rows}, the "
             f"layout's rows; got {tokens.shape} and {count.shape}"
         )
-    layout.check(cache.num_blocks)
-    if not is_concrete(tokens, count, cache.lengths, layout.blocks):
+    check_pass(cache, layout, count, tokens.shape[1])
+    if not is_concrete(tokens, count):
         return
-    cache.check()
     real = np.arange(tokens.shape[1]) < np.asarray(count)[:, None]
-    if (np.asarray(count) < 0).any() or (np.asarray(count) > tokens.shape[1]).any():
-        raise ValueError(
-            f"count must lie between 0 and the {tokens.shape[1]} tokens given; got "
-            f"{np.asarray(count).tolist()}"
-        )
     if ((np.asarray(tokens) < 0) | (np.asarray(tokens) >= config.vocab_size))[real].any():
         raise ValueError(
             f"tokens must lie between 0 and {config.vocab_size - 1}, the model's vocabulary"
         )
-    written, lengths, capacities = (
-        np.asarray(layout.written),
-        np.asarray(cache.lengths),
-        np.asarray(cache.capacities),
-    )
-    for r in np.flatnonzero(np.asarray(count)):
-        if written[r] < 0:
-            raise ValueError(
-                f"row {r} brings {int(count[r])} tokens but lists no block to write them to"
-            )
-        if lengths[written[r]] + int(count[r]) > capacities[written[r]]:
-            raise ValueError(
-                f"row {r} brings {int(count[r])} tokens, but block {written[r]} holds "
-                f"{lengths[written[r]]} of at most {capacities[written[r]]}; create the cache with "
-                "larger capacities"
-            )

@@ -23,6 +23,7 @@ from jaxtyping import Float32
 
 from jaxshare import compile_cache
 from jaxshare.cache import KVCache
+from jaxshare.compile_time import report_compiles
 from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.deprecated import renamed
 from jaxshare.layout import Layout
@@ -110,8 +111,12 @@ class LoadedModel:
         """A line: what it was loaded from, its architecture, and its size."""
         count = sum(leaf.size for leaf in jax.tree.leaves(self.params, is_leaf=is_quantised))
         where = "" if self.mesh is None else f" on {dict(self.mesh.shape)}"
-        kind = self.config.architecture
-        return f"<LoadedModel {self.name!r}: {kind}, {count:,} parameters{where}>"
+        kind, leaves = self.config.architecture, jax.tree.leaves(self.params, is_leaf=is_quantised)
+        forms = {type(leaf).__name__ for leaf in leaves if is_quantised(leaf)}
+        form = f", quantised ({', '.join(sorted(forms))})" if forms else ""
+        cache = f", {self.approximate_kv} cache" if self.approximate_kv else ""
+        size = f"{count:,} parameters, {self.dtype}{form}{cache}"
+        return f"<LoadedModel {self.name!r}: {kind}, {size}{where}>"
 
     @property
     def module(self) -> Decoder | ShardedDecoder:
@@ -300,7 +305,8 @@ def load(
     approximate_kv: str | None = None,
 ) -> LoadedModel:
     """Loads a checkpoint in Hugging Face form, in the Orbax form that `jaxshare convert` writes, or a
-    GGUF file. Switches on the persistent compilation cache (`jaxshare.compile_cache`).
+    GGUF file. Switches on the persistent compilation cache (`jaxshare.compile_cache`), and that
+    programs are named on stderr while they are compiled (`jaxshare.compile_time`).
 
     Args:
       path: a folder, a hub id such as "Qwen/Qwen3-0.6B", a file that ends in .gguf, or "embedded"
@@ -327,6 +333,7 @@ def load(
     """
     check_approximation("approximate_kv", approximate_kv)
     compile_cache.enable()
+    report_compiles()
     target_dtype = None if dtype is None else _dtype(dtype)
     check = is_checked() if check is None else check
     source = opened(find(path, revision, FILES))
@@ -414,7 +421,10 @@ def _dtype(value: Any) -> jnp.dtype:
     with contextlib.suppress(TypeError):
         if jnp.dtype(value) in [jnp.dtype(known) for known in DTYPES.values()]:
             return jnp.dtype(value)
-    raise ValueError(f"dtype is {value}, but parameters must be bfloat16, float16 or float32")
+    raise ValueError(
+        f"dtype is {value}, but parameters must be bfloat16, float16 or float32; to quantise them, "
+        "`jaxshare convert MODEL FOLDER --quantize int8` writes a folder to load"
+    )
 
 
 def _checkpoint_dtype(settings: Fields, stored: set[jnp.dtype]) -> jnp.dtype:

@@ -22,6 +22,10 @@ class InUseError(ValueError):
     """Another process, or another part of this one, is writing the same output."""
 
 
+class RefusedInputError(ValueError):
+    """The input of a job, or a setting of it, cannot be used, and trying again would not help."""
+
+
 class TooLongError(ValueError):
     """A request is too long for the memory or for the model's context."""
 

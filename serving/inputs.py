@@ -1,6 +1,7 @@
 """Inputs of every kind of run: the prompt's tokens, context checks, the checkpoint's settings."""
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -160,6 +161,15 @@ def check_context(
             f"{what} has {prompt_tokens} tokens and {max_new_tokens} more may follow, but the "
             f"model's context holds {model.config.max_positions}; shorten the prompt or lower "
             "max_new_tokens"
+        )
+
+
+def check_model(model: Any) -> None:
+    """Raises TypeError for what is the name of a model, or none, in place of a model."""
+    if model is None or isinstance(model, str | os.PathLike):
+        name = "embedded" if model is None else os.fspath(model)
+        raise TypeError(
+            f"model is {model!r}, which is no model; give what jaxshare.models.load({name!r}) returns"
         )
 
 

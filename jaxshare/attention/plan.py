@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float32, Int32
 
+from jaxshare.attention.pass_checks import check_pass
 from jaxshare.attention.tiling import (
     Reads,
     Tiles,
@@ -125,7 +126,11 @@ def make_plan(
       window: as in the attributes.
       shared_tiling, group_tiling, private_tiling: how to cut blocks that all rows, a group and one
         row read; default by the shape.
+
+    Raises:
+      ValueError: see `check_pass`, outside of jit.
     """
+    check_pass(cache, layout, count, width)
     rope = cache.rope if rope is None else rope
     block = jnp.clip(layout.blocks, 0, cache.num_blocks - 1)
     appended = _appended(cache, layout, count, width, rope)

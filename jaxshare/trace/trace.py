@@ -51,7 +51,7 @@ _FILE_KEYS = {
 """The name that each array of a trace has in a file."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Trace:
     """The tokens fed to a cache, pass by pass. T tokens, V row passes, B blocks, S placements.
 
@@ -101,6 +101,10 @@ class Trace:
         for name in _FILE_KEYS:
             object.__setattr__(self, name, np.asarray(getattr(self, name), np.int32))
         _check(self)
+
+    def __repr__(self) -> str:
+        """A line with its size."""
+        return f"<Trace: {self.num_tokens} tokens in {self.num_passes} passes, {self.num_blocks} blocks>"
 
     @property
     def num_tokens(self) -> int:

@@ -24,7 +24,7 @@ from jaxshare.serving.chat import (
 from jaxshare.serving.chat.formats import as_format
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.stream import Stream
-from jaxshare.serving.inputs import default_sampler, encode_messages
+from jaxshare.serving.inputs import check_model, default_sampler, encode_messages
 from jaxshare.serving.words import encode_marked, mark
 
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
@@ -77,6 +77,7 @@ class EngineModel:
           ValueError: a model without a tokenizer, a sampler with n, best_of or seed, which calls
             have themselves, or options that the engine refuses.
         """
+        check_model(model)
         loaded = model.model if isinstance(model, Engine) else model
         if loaded.tokenizer is None:
             raise ValueError(

@@ -265,8 +265,13 @@ def tree_picture(run: LoggedRun) -> "Figure":
     Compare figure 2a of Hive.
 
     Raises:
+      TypeError: something else than a run of a log.
       ImportError: matplotlib is not installed.
     """
+    if not isinstance(run, LoggedRun):
+        raise TypeError(
+            f"a {type(run).__name__} is no run of a log; give one of SearchLog.of(runtime).runs"
+        )
     positions = _positions(run)
     width, height = (max(position[axis] for position in positions.values()) for axis in (0, 1))
     figure = empty_figure(min(2.0 + 1.1 * (width + 1), 24.0), min(1.6 + 0.34 * (height + 1), 40.0))
@@ -284,21 +289,13 @@ def tree_picture(run: LoggedRun) -> "Figure":
                 label=label,
                 zorder=2,
             )
-    labels = ""
-    if len(run.states) <= _MAX_LABELLED:
-        labels = (
-            "\nat a state: what it waits for, the line of the program, and after a colon its score"
-        )
-        for state in run.states:
-            ax.annotate(
-                _state_label(state),
-                positions[state.path],
-                (4, 6),
-                textcoords="offset points",
-                fontsize=7,
-            )
+    labelled = run.states if len(run.states) <= _MAX_LABELLED else ()
+    for state in labelled:
+        place = positions[state.path]
+        ax.annotate(_state_label(state), place, (4, 6), textcoords="offset points", fontsize=7)
+    labels = "\nat a state: what it waits for, in which line, and after a colon its score"
     ax.set_title(
-        f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls{labels}",
+        f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls{labels * bool(labelled)}",
         loc="left",
         fontsize=10.5,
     )

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxshare import Sampler
@@ -21,6 +21,7 @@ from jaxshare.serving.engine.stream_group import likeliest
 from jaxshare.serving.inputs import (
     as_sampler,
     check_completions,
+    check_model,
     chosen,
     default_sampler,
     token_bytes,
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from jaxshare.serving.engine import Engine
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Completions:
-    """The completions that `generate` returns, and what they cost.
+    """The completions that `generate` returns, and what they cost: a sequence of completions.
 
     Attributes:
       completions: in the order of the prompts, n of each.
@@ -59,6 +60,25 @@ class Completions:
     rows: int = 1
     costs: Chosen | None = None
     compile_seconds: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __iter__(self) -> Iterator[Completion]:
+        return iter(self.completions)
+
+    def __getitem__(self, index: int) -> Completion:
+        return self.completions[index]
+
+    def __repr__(self) -> str:
+        """A line with their number, and what they cost."""
+        sampled = sum(len(each.tokens) for each in self.completions)
+        return (
+            f"<Completions: {len(self.completions)} with {sampled} tokens, of prompts with "
+            f"{self.prompt_tokens} ({self.unique_tokens} read once); {self.passes} passes in "
+            f"{self.seconds:.2f} s, {self.kv_bytes / 1e6:.1f} MB of keys and values; see "
+            ".completions>"
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -111,6 +131,7 @@ def generate(
       NotANumberError: the model's logits for a prompt are not finite; `Branches.stream` gives the
         other completions.
     """
+    check_model(model)
     of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
     of_texts |= {"include_stop": include_stop, "top_logprobs": top_logprobs}
     of_texts["logprobs"] = logprobs
@@ -205,7 +226,7 @@ def _generate_on(
         raise ValueError("the engine is of another model; call generate with engine.model")
     if prompts is None:
         raise ValueError("there are no prompts; give at least one")
-    check_settings(model, prompts, None, max_rows=None, max_kv_bytes=None)
+    check_settings(model, prompts, None, share=None, max_rows=None, max_kv_bytes=None)
     call = CallAnswering.of(model, sampler, **of_texts)
     read = read_run_prompts(model, prompts, n, None)
     answers = call.of_prompts(read, 0)

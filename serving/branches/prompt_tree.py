@@ -10,7 +10,7 @@ which the prefix tree is built.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,17 @@ class Prompt:
     sampler: Sampler | None = None
 
 
-Prompts = str | Branch | Sequence[int] | Sequence[str | Branch | Sequence[int]] | Sequence[Prompt]
-"""One prompt as text or tokens, one tree of prompts, or a list of these; or some of the results of
-`read_prompts`."""
+Messages = Sequence[Mapping[str, Any]]
+Prompts = (
+    str
+    | Branch
+    | Sequence[int]
+    | Messages
+    | Sequence[str | Branch | Sequence[int] | Messages]
+    | Sequence[Prompt]
+)
+"""One prompt as text, tokens or messages, one tree of prompts, or a list of these; or some of the
+results of `read_prompts`."""
 
 
 def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
@@ -139,7 +147,7 @@ def _check_branch(branch: object, place: str) -> None:
         if not _is_sequence(branch.text):
             raise ValueError(
                 f"{place} has text of type {type(branch.text).__name__}; give a str or a list of "
-                "tokens"
+                "tokens, such as encode_messages(model, messages) makes of a dialogue"
             )
         if wrong := [
             token for token in branch.text if not _is_token(token) or not 0 <= token < _TOKEN_LIMIT
@@ -170,7 +178,7 @@ MAX_COMPLETIONS = 2**20
 def check_n(n: Any, place: str = "") -> None:
     """Raises ValueError for a number of completions of a prompt that no run can have."""
     if not _is_token(n) or n < 1:
-        raise ValueError(f"n{place} is {n!r}; ask for at least 1 completion")
+        raise ValueError(f"n{place} is {n!r}; ask for at least 1 completion, a whole number")
     if n > MAX_COMPLETIONS:
         raise ValueError(
             f"n{place} is {n}; ask for at most {MAX_COMPLETIONS} completions of one prompt, and for "

@@ -57,8 +57,8 @@ class Branches:
 
     Args:
       model: from `jaxshare.models.load`; all completions have its `adapter`, if it has one.
-      prompts: text, tokens, a tree (`Branch`), or a list of these, from which the tree of their
-        common prefixes is built; or prompts with numbers of their own (`prompt_tree.Prompt`), such
+      prompts: text, tokens, messages for the chat template, a tree (`Branch`), or a list of these,
+        from which the tree of their common prefixes is built; or prompts with numbers of their own (`prompt_tree.Prompt`), such
         as a part of a longer list. None samples from the end of `prefix`.
       n: completions of each prompt, by default 1. Number i of prompt p draws from the stream
         `jaxshare.seeds.stream_seed(seed, p, i)`, so its text depends neither on n nor on the other
@@ -124,7 +124,7 @@ class Branches:
         skip: Collection[tuple[int, int]] = (),
     ):
         bounds = {"max_rows": max_rows, "max_kv_bytes": max_kv_bytes}
-        check_settings(model, prompts, prefix, **bounds)
+        check_settings(model, prompts, prefix, share=share, **bounds)
         self._peak_tokens = 0
         self.sampler = sampler or default_sampler(model)
         texts = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
@@ -163,6 +163,14 @@ class Branches:
         self._prefix, self._kv_tokens, self._state_rows = prefix, plan.kv_tokens, plan.state_rows
         self._live: dict[Request, None] = {}  # submitted and not finished
         self._ended: collections.deque[Completion] = collections.deque()
+
+    def __repr__(self) -> str:
+        """A line with its size and how far it is."""
+        return (
+            f"<Branches: {len(self._samples)} completions of {len(self.prompts)} prompts with "
+            f"{self.prompt_tokens} tokens ({self.unique_tokens} read once), {self.rows} rows; "
+            f"{self.passes} passes, {self.sampled_tokens} tokens sampled>"
+        )
 
     @property
     def sample_counts(self) -> list[tuple[int, Sampler]]:

@@ -4,7 +4,11 @@ A plan says which prefixes are shared, how many rows run at a time, and how much
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
 
 from jaxshare.arena import LARGE_TILE, arena_size
 from jaxshare.argument_checks import as_integer
@@ -22,7 +26,7 @@ from jaxshare.serving.branches.sharing_plan import (
     plan_sharing,
     unique_tokens,
 )
-from jaxshare.serving.inputs import encode, token_bytes
+from jaxshare.serving.inputs import check_model, encode, encode_messages, token_bytes
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
@@ -63,10 +67,17 @@ def check_settings(
     prompts: Prompts | None,
     prefix: Prefix | None,
     *,
+    share: bool | None,
     max_rows: int | None,
     max_kv_bytes: int | None,
 ) -> None:
-    """Raises ValueError for limits below 1, an unusable prefix, or neither prompts nor a prefix."""
+    """Raises ValueError for limits below 1, an unusable prefix, or neither prompts nor a prefix, and
+    TypeError for a value of another kind."""
+    check_model(model)
+    if share is not None and not isinstance(share, bool):
+        raise TypeError(
+            f"share is {share!r}; it must be True (always), False (never) or None (by cost)"
+        )
     for name, value in (("max_rows", max_rows), ("max_kv_bytes", max_kv_bytes)):
         if value is not None:
             as_integer(name, value, 1)
@@ -101,9 +112,36 @@ def read_run_prompts(
     if prompts is None:
         check_n(n)
         return [Prompt(0, (), n)]
-    return read_prompts(
-        prompts, n, lambda text, first: encode(model, text, first=first and prefix is None)
+    found = read_prompts(
+        _without_messages(model, prompts),
+        n,
+        lambda text, first: encode(model, text, first=first and prefix is None),
     )
+    vocab = model.config.vocab_size
+    for prompt in found:
+        if (largest := max(prompt.tokens, default=0)) >= vocab:
+            raise ValueError(
+                f"prompt {prompt.number} has the token {largest}, which is outside the vocabulary "
+                f"of {vocab}"
+            )
+    return found
+
+
+def _without_messages(model: LoadedModel, prompts: Any) -> Any:
+    """The prompts with messages, alone or in a list, encoded by the model's template, and JAX's
+    arrays as NumPy's."""
+
+    def plain(entry: Any) -> Any:
+        if isinstance(entry, jax.Array):
+            return np.asarray(entry)
+        is_list = isinstance(entry, Sequence) and not isinstance(entry, str | bytes)
+        is_dialogue = is_list and len(entry) and isinstance(entry[0], Mapping)
+        return encode_messages(model, entry) if is_dialogue else entry
+
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return plain(prompts)
+    found = plain(prompts)
+    return [*map(plain, prompts)] if found is prompts else found
 
 
 def plan_run(

@@ -34,15 +34,14 @@ from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key, known_model, op
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
+from jaxshare.serving.errors import RefusedInputError
 from jaxshare.serving.greedy import warn_of_greedy
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 from jaxshare.serving.locks import OutputLock
 
 _SHARE = {"auto": None, "always": True, "never": False}
-_FAILED = 1
-"""The exit code when the model's logits for some completions were not finite."""
-_BAD_LINES = 3
-"""The exit code when some lines could not be read; the others have run."""
+_INCOMPLETE = 3
+"""The exit code when lines could not be read or logits were not finite; the others have run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +125,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs `jaxshare batch`, here or on a pool of replicas; see `run_job`."""
-    sampling = arguments.sampling_of(options)
+    with batch_output.refusing():
+        sampling = arguments.sampling_of(options)
     if request_batch.has_requests(options):
         return request_batch.run_job(options, sampling)
     if pool := ray_pool.of_options(options):
@@ -167,15 +167,16 @@ def run_job(
       make_engine: makes what samples, as `Branches` does.
 
     Returns:
-      0; 1 if the model's logits for some completions are not finite: each has its error in the
-        output; or 3 if lines of the input are bad. Both are said on stderr, and the others have run.
+      0; or 3 if lines of the input are bad, or the model's logits for some completions are not finite:
+        each has its error in the output. Both are said on stderr, and the others have run.
 
     Raises:
-      ValueError: wrong settings, files that cannot be read or written, an output that is there
-        already or belongs to another job, or an input without a line that can be run.
+      RefusedInputError: wrong settings, an input that cannot be read or has no line that can be run.
+      ValueError: an output that cannot be written, is there already or belongs to another job.
     """
     max_kv_bytes = _check(options)
-    data = batch_output.read_file(options.input, "input")
+    with batch_output.refusing():
+        data = batch_output.read_file(options.input, "input")
     output, job = Path(options.output), Path(f"{options.output}.job")
     settings = _settings(options, sampling, data)
     with contextlib.ExitStack() as files:
@@ -214,18 +215,21 @@ def run_job(
 
 
 def _check(options: argparse.Namespace) -> int | None:
-    """Checks the numbers; returns the bytes of --max-kv-bytes."""
+    """Checks the settings and the place of the output; returns the bytes of --max-kv-bytes."""
     for name, what in (("n", "completion"), ("max_new_tokens", "token"), ("max_rows", "row")):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; ask for at least 1 {what}")
+            raise RefusedInputError(
+                f"--{name.replace('_', '-')} is {value}; ask for at least 1 {what}"
+            )
     if options.tree and options.chat:
-        raise ValueError(
+        raise RefusedInputError(
             "--chat and --tree do not go together; write the texts of the tree as the chat "
             "template would"
         )
     check_file("--output", options.output)
-    return None if options.max_kv_bytes is None else arguments.parse_bytes(options.max_kv_bytes)
+    with batch_output.refusing():
+        return options.max_kv_bytes and arguments.parse_bytes(options.max_kv_bytes)
 
 
 def _settings(options: argparse.Namespace, sampling: dict[str, Any], data: bytes) -> dict[str, Any]:
@@ -268,12 +272,12 @@ def _read_items(
     items, bad_lines = read_input(data, model, options, _sampler(model, sampling))
     resuming.say_bad(options.input, bad_lines)
     if not items:
-        raise ValueError(
+        raise RefusedInputError(
             f"no line of the input {options.input} can be run; give at least one such as "
             '{"prompt": "..."}'
         )
     if (completions := sum(item.n for item in items)) > _MAX_COMPLETIONS:
-        raise ValueError(
+        raise RefusedInputError(
             f"the input {options.input} asks for {completions} completions; a job has at most "
             f"{_MAX_COMPLETIONS}: split it, and give each part a --seed of its own"
         )
@@ -439,5 +443,4 @@ def _report(
             "the others are complete",
             file=sys.stderr,
         )
-        return _FAILED
-    return _BAD_LINES if bad_lines else 0
+    return _INCOMPLETE if failed or bad_lines else 0

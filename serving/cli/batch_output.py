@@ -4,8 +4,9 @@ While the job runs, each line of the output has a field "checksum". The lines of
 have none: their checksums are in OUTPUT.job.
 """
 
+import contextlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,6 +14,7 @@ from jaxshare import FinishReason
 from jaxshare.models import LoadedModel
 from jaxshare.paths import reason
 from jaxshare.serving import checksums, jsonl
+from jaxshare.serving.errors import RefusedInputError
 from jaxshare.serving.identity import check_identity, files_stamp, identity, is_surely_same
 
 Key = tuple[int, tuple[int, ...], int]
@@ -245,6 +247,15 @@ def num_failed(lines: Sequence[bytes]) -> int:
 
 _MAX_BYTES = 2**32
 """The most bytes that are read of an input or an output."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Surrounds what reads the input or settings: its errors become `RefusedInputError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise RefusedInputError(str(error)) from error
 
 
 def read_file(path: str | Path, what: str) -> bytes:

@@ -14,7 +14,7 @@ from jaxshare import __version__, compile_cache, garbage, progress
 from jaxshare.compile_time import reported_compiles
 from jaxshare.extras import MissingExtraError
 from jaxshare.paths import DISK_ERRORS, WriteError
-from jaxshare.serving.errors import SamplingError
+from jaxshare.serving.errors import RefusedInputError, SamplingError
 
 _COMMANDS = {
     "demo": (
@@ -81,6 +81,8 @@ _COMMANDS = {
 """How each command is imported, and its help text."""
 _PIPE_CLOSED = 128 + 13
 """The exit code of a program whose output is read no more, as shells have it."""
+_REFUSED = 2
+"""The exit code for input that is refused, as argparse has for a command line that is."""
 _MENDABLE = (
     ValueError,
     FileNotFoundError,
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
     An error that the user can mend is one sentence on stderr, after the traceback with --debug, and
-    exit code 1.
+    exit code 1, or 2 where the input of a job is refused.
     """
     garbage.collect_seldom()
     given, args = split(sys.argv[1:] if arguments is None else arguments)
@@ -119,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "debug" in options:
             traceback.print_exc()
         print(f"jaxshare: error: {error}", file=sys.stderr)
-        return 1
+        return _REFUSED if isinstance(error, RefusedInputError) else 1
     except KeyboardInterrupt:
         print("jaxshare: interrupted", file=sys.stderr)
         return 130

@@ -10,6 +10,7 @@ there after a kill, and `--resume` goes on with the others.
 import argparse
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ from jaxshare.serving.cli import arguments, batch_output, resuming
 from jaxshare.serving.cli.batch_output import AGAIN, OTHER
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.engine import Engine
+from jaxshare.serving.errors import RefusedInputError
 from jaxshare.serving.http.batches.lines import BatchLine, is_batch_line, read_lines
 from jaxshare.serving.locks import OutputLock
 
@@ -68,14 +70,15 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
       0; or 3 if lines cannot be read, which stderr names, or have errors, which the output tells.
 
     Raises:
-      ValueError: wrong settings, files that cannot be read or written, an output that is there
-        already or belongs to another job, or an input without a line that can be run.
+      RefusedInputError: wrong settings, an input that cannot be read or has no line that can be run.
+      ValueError: an output that cannot be written, is there already or belongs to another job.
     """
     _check(options, sampling)
-    data = batch_output.read_file(options.input, "input")
+    with batch_output.refusing():
+        data = batch_output.read_file(options.input, "input")
     lines, bad_lines = _read_lines(data, options.input)
     if not lines:
-        raise ValueError(f"no line of the input {options.input} can be run")
+        raise RefusedInputError(f"no line of the input {options.input} can be run")
     output, job = Path(options.output), Path(f"{options.output}.job")
     names = tuple(options.served_model_name or (options.model,))
     settings = {
@@ -85,10 +88,8 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
         **{name: getattr(options, name) for name in ("model", "seed", "dtype")},
         **({"adapter": options.adapter} if options.adapter else {}),
     }
-
-    def load() -> models.LoadedModel:
-        return arguments.load_model(options, process_mesh.mesh_of(options), several=True)
-
+    mesh = process_mesh.mesh_of(options)
+    load = functools.partial(arguments.load_model, options, mesh, several=True)
     with contextlib.ExitStack() as files:
         files.enter_context(OutputLock.of_file(output, OTHER))
         file, done, known_lines = None, set[str](), ()
@@ -123,22 +124,25 @@ def _check(options: argparse.Namespace, sampling: Mapping[str, Any]) -> None:
     """Refuses options that have no meaning here.
 
     Raises:
-      ValueError: one is given, or packages are not installed.
+      RefusedInputError: one is given.
+      ValueError: packages are not installed, or the output cannot be written.
     """
-    given = [name for name, plain in _OTHERS.items() if (getattr(options, name) or plain) != plain]
+    given = [name for name, plain in _OTHERS.items() if getattr(options, name) not in (None, plain)]
     given += [name for name in sampling if name not in given]
     if given:
-        raise ValueError(
+        raise RefusedInputError(
             f"--{given[0].replace('_', '-')} is given, but the lines of {options.input} have "
             "OpenAI's form, whose bodies say it; leave it out"
         )
     if options.data != 1 or options.replicas or options.ray:
-        raise ValueError(
+        raise RefusedInputError(
             "lines of OpenAI's form run on one engine; leave out --data and --ray, or split "
             "the input"
         )
     if options.max_rows is not None and options.max_rows < 1:
-        raise ValueError(f"--max-rows is {options.max_rows}; ask for at least 1 row")
+        raise RefusedInputError(f"--max-rows is {options.max_rows}; ask for at least 1 row")
+    with batch_output.refusing():
+        arguments.parse_bytes(options.max_kv_bytes or "1")
     check_file("--output", options.output)
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         raise ValueError(

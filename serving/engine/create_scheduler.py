@@ -41,16 +41,23 @@ def create_scheduler(
     is_several = model.mesh is not None and model.mesh.is_multi_process
     shape = rows, model.config.vocab_size, kept
     payoff = None if resample_always or is_several else Payoff(shape)
+    kv = KVManager(
+        model,
+        tokens=tokens,
+        host_tokens=host_tokens,
+        policy=policy,
+        metrics=metrics,
+        speeds=MeasuredSpeeds(),
+    )
+    metrics.set_limits(
+        rows=rows,
+        accelerator_bytes=kv.pool.tokens * kv.pool.bytes_per_token,
+        host_bytes=host_tokens * kv.pool.bytes_per_token,
+        logits_bytes=logits.max_bytes if logits else 0,
+    )
     return Scheduler(
         model,
-        kv=KVManager(
-            model,
-            tokens=tokens,
-            host_tokens=host_tokens,
-            policy=policy,
-            metrics=metrics,
-            speeds=MeasuredSpeeds(),
-        ),
+        kv=kv,
         queue=queue,
         rows=rows,
         passes=passes,

@@ -27,7 +27,7 @@ from jaxshare.serving.engine.stream import Detokenizer, Stream, StreamState
 from jaxshare.serving.engine.stream_group import StreamGroup, start_group
 from jaxshare.serving.errors import EngineError
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import as_sampler, default_sampler, warn_of_equal_texts
+from jaxshare.serving.inputs import as_sampler, check_model, default_sampler, warn_of_equal_texts
 from jaxshare.serving.kvcache.lease import LeaseTable
 from jaxshare.serving.kvcache.policy import Policy, SearchPlace
 from jaxshare.serving.logits_cache.cache import LogitsCache
@@ -93,6 +93,7 @@ class Engine(AdaptersHost):
           TypeError: an argument of another type.
           EngineError: the processes of the model give different settings.
         """
+        check_model(model)
         most = MAX_PASSES if passes is None else passes
         self.rows, self._max_queue, self.passes, kept_logits = validation.check_engine(
             max_rows=max_rows, max_queue=max_queue, passes=most, kept_logits=kept_logits
@@ -294,18 +295,19 @@ class Engine(AdaptersHost):
 
     # Checkpoints.
 
-    def save(self, folder: str | os.PathLike, *, wait: bool = False) -> int:
+    def save(self, folder: str | os.PathLike, *, wait: bool = True) -> int:
         """Saves the engine between two steps.
 
         A checkpoint holds the keys and values of all that requests have read and written so far,
         how they were used, the Logits Cache, and the number of requests for each prompt, from which
-        seeds are derived. It is written in the background, as a whole or not at all. It holds no
-        requests: the same prompt with the same seed has the same output in a restored engine, and
-        what was saved of it is not computed again.
+        seeds are derived. It is written as a whole or not at all. It holds no requests: the same
+        prompt with the same seed has the same output in a restored engine, and what was saved of it
+        is not computed again.
 
         Args:
           folder: of this engine's checkpoints; made if it is missing. The two newest are kept.
-          wait: return when it is written. `shutdown` waits, too.
+          wait: return when it is written; False writes it in the background, for which `shutdown`
+            waits.
 
         Returns:
           The number of the checkpoint.
@@ -397,6 +399,11 @@ class Engine(AdaptersHost):
                 self._store = None
         if self.logits_cache:
             self.logits_cache.close()
+
+    def __repr__(self) -> str:
+        """A line: its model, rows, memory, and what it serves now."""
+        state = "shut down" if self._closed else f"{len(self._requests)} requests"
+        return f"<Engine of {self.model.name!r}: up to {self.rows} rows at a time; {state}>"
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.engine.request import Request
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
@@ -51,6 +52,12 @@ class Metrics:
             ["tier"],
             registry=registry,
         )
+        self._bytes_limit = Gauge(
+            "jaxshare_bytes_limit", "The most bytes of a tier", ["tier"], registry=registry
+        )
+        self._max_rows = Gauge(
+            "jaxshare_max_rows", "The most requests that run at a time", registry=registry
+        )
 
     def _create_token_counters(self) -> None:
         registry = self.registry
@@ -81,7 +88,7 @@ class Metrics:
         )
         self._evicted = Counter(
             "jaxshare_evicted_tokens",
-            "Tokens evicted from the accelerator, by destination",
+            "Tokens evicted from the accelerator, by destination: host memory, or none",
             ["to"],
             registry=registry,
         )
@@ -114,6 +121,12 @@ class Metrics:
             "jaxshare_first_token_seconds",
             "Seconds from submission to the first token",
             buckets=_SECONDS,
+            registry=registry,
+        )
+        self._token_seconds = Histogram(
+            "jaxshare_token_seconds",
+            "Mean seconds between two tokens of a finished request, after its first token",
+            buckets=_TOKEN_SECONDS,
             registry=registry,
         )
         self._seconds = Histogram(
@@ -178,6 +191,8 @@ class Metrics:
         self._seconds.observe(output.seconds)
         if output.first_token_seconds is not None:
             self._first_token.observe(output.first_token_seconds)
+            if (later := len(output.tokens) - 1) > 0:
+                self._token_seconds.observe((output.seconds - output.first_token_seconds) / later)
 
     @property
     def contributions(self) -> Mapping[str, float]:
@@ -193,6 +208,21 @@ class Metrics:
         for agent, share in contributions.items():
             self._contribution.labels(agent).set(share)
         self._contributions = dict(contributions)
+
+    def set_limits(
+        self, *, rows: int, accelerator_bytes: int, host_bytes: int, logits_bytes: int
+    ) -> None:
+        """Sets the gauges of what the engine has, once.
+
+        Args:
+          rows: the most requests that run at a time.
+          accelerator_bytes, host_bytes, logits_bytes: the capacities for keys and values on the
+            accelerator and in host memory, and that of the Logits Cache.
+        """
+        self._max_rows.set(rows)
+        self._bytes_limit.labels("accelerator").set(accelerator_bytes)
+        self._bytes_limit.labels("host").set(host_bytes)
+        self._bytes_limit.labels("logits").set(logits_bytes)
 
     def set_state(
         self,

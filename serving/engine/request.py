@@ -79,6 +79,7 @@ class Request:
       versions: (number of tokens, version), ascending: before so many were sampled the weights had
         this version. The tokens after the last of them have the engine's.
       adapter: that it is answered with, or None.
+      waited: whether it has waited for a prefix that another request computed.
       restarts: the number of times that tokens were thrown away, because the weights had changed.
       cancel_wanted: whether it is to be cancelled, which is decided before a step; cancelled:
         whether that was decided.
@@ -123,6 +124,7 @@ class Request:
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     restarts: int = 0
     adapter: Adapter | None = None
+    waited: bool = False
 
     @property
     def adapter_key(self) -> bytes:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+import jax
 import numpy as np
 
 from jaxshare import Sampler
@@ -177,6 +178,7 @@ def prompt_tokens(
         is a text and the model has no tokenizer, or the template refuses its messages.
       TypeError: it is nothing of the kind.
     """
+    prompt = np.asarray(prompt) if isinstance(prompt, jax.Array) else prompt
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
     messages = is_list and isinstance(next(iter(prompt), None), Mapping)
     if (tools or chat_template_kwargs) and not messages:

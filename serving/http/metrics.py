@@ -2,18 +2,30 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from jaxshare import __version__
+
 _SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 
 
 class HttpMetrics:
     """The server's counters.
 
+    Args:
+      model: the name under which the model is served.
+
     Attributes:
       registry: the registry that Prometheus reads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        build = Gauge(
+            "jaxshare_build_info",
+            "1, with the version of jaxshare and the name of the model as labels",
+            ["version", "model"],
+            registry=self.registry,
+        )
+        build.labels(__version__, model).set(1)
         self._requests = Counter(
             "jaxshare_http_requests",
             "Requests, by path and status",

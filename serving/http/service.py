@@ -53,7 +53,7 @@ class Service:
     def __init__(self, engine: Engine, settings: ServerSettings, files: "FileStore | None" = None):
         self.engine, self.settings, self.files = engine, settings, files
         self.tracer = engine.tracer
-        self.metrics, self.created = HttpMetrics(), int(time.time())
+        self.metrics, self.created = HttpMetrics(settings.model_names[0]), int(time.time())
         self.token_texts = TokenTexts(engine.model.tokenizer, engine.model.config.vocab_size)
         self.is_warm = self.is_draining = False
         self.replica = ""

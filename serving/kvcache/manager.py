@@ -36,10 +36,13 @@ class KVRequest(Protocol):
       remaining: tokens that may still come.
       agent, priority, place: for the policy.
       adapter_key: the digest of its adapter, whose keys and values it alone reads; empty for none.
+      waited: whether it has waited for another one to compute a prefix; set by the manager.
       cuts: the numbers of its first tokens at which blocks end that other requests read too,
         ascending, where that is planned; None where the manager decides. Planned requests share
         nothing else, and have memory for all that may come from the start.
     """
+
+    waited: bool
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -143,7 +146,8 @@ class KVManager:
             match = tree.match(
                 tokens, len(tokens) - 1, adapter
             )  # the last one is fed for its logits
-        if match.in_flight >= (1 if planned else MIN_SHARED_TOKENS):
+        if match.in_flight >= (1 if planned else MIN_SHARED_TOKENS) and self._waits(match, request):
+            request.waited = True
             return Wait.IN_FLIGHT
         parent = self._branch_at(match, request)
         path, num_cached = parent.path(), parent.segment.depth
@@ -192,6 +196,15 @@ class KVManager:
                 if self.pool.free + self.tree.unused_tokens() >= needed:
                     self._evict(needed)
 
+    def _waits(self, match: Match, request: KVRequest) -> bool:
+        """Returns whether a request waits for what another one is about to write.
+
+        Not where that would not be worth a block of its own: it would be computed again anyway.
+        """
+        if request.cuts is not None or match.writer is None:
+            return True
+        return self._worth_splitting(match.common, match.writer, request)
+
     def _branch_at(self, match: Match, request: KVRequest) -> Node:
         """The parent of a request's own node.
 
@@ -215,19 +228,21 @@ class KVManager:
 
         The cost rule of branches gives the cost in every pass that the request will need; the gain
         is that the tokens need not be prefilled again. Where no other request runs, a node is read
-        as one block with the nodes before it, and costs nothing. A few tokens at the very beginning
-        are common to all prompts, so they would soon be a block of all rows.
+        as one block with the nodes before it, and costs nothing. A request that has waited for them
+        does not compute them again. A few tokens at the very beginning are common to all prompts,
+        so they would soon be a block of all rows.
         """
         rows, costs = node.ref_count + 1, self.costs
         if rows < 2 or tokens < MIN_SHARED_TOKENS:
             at_root = node.parent is self.tree.root
             return rows < 2 and (not at_root or tokens >= MIN_SHARED_TOKENS)
+        if request.waited:
+            return True
         more = costs.shared(tokens, rows) - rows * (
             costs.private(PRIVATE_TILE + tokens) - costs.private(PRIVATE_TILE)
         )
-        feed_seconds = self.speeds.feed_seconds
-        gain = tokens * feed_seconds
-        return not feed_seconds or more * 1e-6 * self._layers * request.remaining <= gain
+        gain = tokens * self.speeds.feed_seconds  # 0 where it is not known
+        return not gain or more * 1e-6 * self._layers * request.remaining <= gain
 
     def _extents_after(
         self, path: list[Node], sizes: Sequence[int], growth: int, *, private: bool

@@ -31,12 +31,15 @@ class Match:
       node_tokens: how many of that node's tokens belong to it.
       tokens: its length.
       in_flight: tokens after it that a running request is about to write.
+      writer: the node that this request writes, or None; common: its first tokens that are meant.
     """
 
     node: Node
     node_tokens: int
     tokens: int
     in_flight: int
+    writer: Node | None = None
+    common: int = 0
 
 
 class PrefixTree:
@@ -64,17 +67,23 @@ class PrefixTree:
         """Matches the first `max_tokens` of these tokens, as computed with an adapter."""
         node, node_tokens, matched = self.root, 0, 0
         while matched < max_tokens:
-            best, cached, in_flight = None, 0, 0
+            best, cached, in_flight, writer = None, 0, 0, None
             for child in node.children.get((adapter, int(tokens[matched])), ()):
                 if child.private:
                     continue
                 common = common_prefix(child.tokens, tokens[matched:max_tokens])
                 if (usable := min(common, child.num_cached)) > cached:
                     best, cached = child, usable
-                in_flight = max(in_flight, common if child.writing else 0)
+                if child.writing and common > in_flight:
+                    in_flight, writer = common, child
             if in_flight > cached or best is None:
                 return Match(
-                    best or node, cached or node_tokens, matched + cached, in_flight - cached
+                    best or node,
+                    cached or node_tokens,
+                    matched + cached,
+                    in_flight - cached,
+                    writer,
+                    in_flight,
                 )
             node, node_tokens, matched = best, cached, matched + cached
             if cached < len(best.tokens):

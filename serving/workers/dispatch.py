@@ -10,6 +10,7 @@ from jaxshare import DecodeState, FinishReason, decode
 from jaxshare.compile_time import Stopwatch
 from jaxshare.decoding.steps import Mark
 from jaxshare.serving.engine.session_passes import Automata, SessionPasses, outputs_of
+from jaxshare.serving.interrupts import interrupts_held_back
 from jaxshare.serving.workers.block_moves import needs_resizing, resize_blocks
 from jaxshare.serving.workers.reencode_steps import end_steps
 from jaxshare.serving.workers.session_state import FEED_WIDTH, SessionState
@@ -36,8 +37,10 @@ def run_passes(session: SessionState, passes: int) -> None:
             if session.shares_passes:
                 elsewhere, interrupt = _run_on_engine(session, passes)
             else:
-                _run_alone(session, passes)
-        _read(session)
+                with interrupts_held_back():
+                    _run_alone(session, passes)
+        with interrupts_held_back():
+            _read(session)
         if session.engine and session.lease and not can_run(session, session.settings["budget"]):
             session.engine.forget_session(session.lease)
     session.seconds += watch.split()[0] - elsewhere

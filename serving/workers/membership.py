@@ -25,8 +25,11 @@ def say(session: SessionState, text: str, name: str) -> None:
     if name in session.roster.names:
         raise ValueError(f"{name} is a worker of this session; a person speaks under another name")
     number = 1 + sum(step.worker == name for step in session.transcript.steps)
+    opening = session.format.opening(name, number)
+    if opening and not opening[-1].isspace() and not text[0].isspace():
+        text = f" {text}"  # as workers write after their headers
     tokens, block = session.texts.said(name, number, text), session.roster.layout.prompt
-    text = session.format.opening(name, number) + text
+    text = opening + text
     step = Step(name, number, text, session.passes, session.passes)
     if len(tokens) > (free := session.free_tokens(block)):
         raise ValueError(

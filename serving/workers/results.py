@@ -35,7 +35,7 @@ class Answer:
     extra_passes: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """The result of a run.
 
@@ -76,6 +76,15 @@ class Result:
     def tokens(self) -> int:
         """Tokens sampled, all workers together."""
         return sum(len(step.tokens) for step in self.steps)
+
+    def __repr__(self) -> str:
+        """A line: the answers, and what they cost."""
+        answers = {budget: answer.value for budget, answer in self.answers.items()}
+        return (
+            f"<Result of {', '.join(self.names)}: answers {answers}; {len(self.steps)} steps with "
+            f"{self.tokens} tokens in {self.passes} passes, {self.seconds:.2f} s; "
+            f"{self.finish_reason}>"
+        )
 
     @property
     def texts(self) -> dict[str, str]:

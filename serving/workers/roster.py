@@ -19,6 +19,9 @@ def reserved_blocks(count: int) -> list[str]:
 
 def check_names(names: Sequence[str]) -> None:
     """Raises ValueError for no workers, and for names that are empty, repeated or of two lines."""
+    if isinstance(names, str):
+        given = [part.strip() for part in names.split(",")]
+        raise ValueError(f"names is {names!r}; give a sequence of names, such as {given}")
     if (
         not names
         or not all(isinstance(name, str) and name.strip() for name in names)

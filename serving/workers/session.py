@@ -151,6 +151,15 @@ class Workers(SessionView):
             self._saves.close()
             self._saves = None
 
+    def __repr__(self) -> str:
+        """A line: who takes part, how far they are, and what they see."""
+        states = {name: reason for name, reason in self.reasons.items() if reason}
+        workers = [f"{each} ({states[each]})" if each in states else each for each in self.names]
+        end = f", over: {self.finish_reason}" if self.finish_reason is not None else ""
+        layout = self.settings["layout"]
+        kind = layout if isinstance(layout, str) else "a layout of its own"
+        return f"<Workers {', '.join(workers)}: {self.passes} of {self.budget} passes, {kind}{end}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -222,7 +231,7 @@ class Workers(SessionView):
                 if on_event:
                     on_event(event)
                 if save_to and not self._session.events and self.passes >= saved + save_every:
-                    self.save(save_to, cache=save_cache)
+                    self.save(save_to, cache=save_cache, wait=False)
                     saved = self.passes
             # A session that was restored beyond a budget cannot go back to it.
             if budget is not None and not (budget < self.passes and answers.get(budget)):
@@ -301,11 +310,11 @@ class Workers(SessionView):
         dispatch.read_unread(self._session)
         membership.remove_worker(self._session, name)
 
-    def save(self, folder: str | os.PathLike, *, cache: bool = True, wait: bool = False) -> int:
+    def save(self, folder: str | os.PathLike, *, cache: bool = True, wait: bool = True) -> int:
         """Saves the session between two passes; see `restore`.
 
-        It is written in the background, and is there as a whole or not at all: after a kill in the
-        middle of it, the save before it is restored. The two newest saves of a folder are kept.
+        It is there as a whole or not at all: after a kill in the middle of it, the save before it is
+        restored. The two newest saves of a folder are kept.
         Where several processes run the session, all must call this.
 
         Args:
@@ -313,7 +322,8 @@ class Workers(SessionView):
           cache: with keys and values. Without them the save of a session that keeps a trace is
             small, and `restore` computes them again from the trace (Hogwild! Inference, appendix
             B), at the cost of a prompt of all that was fed.
-          wait: return when it is written. `close` waits, too.
+          wait: return when it is written; False writes it in the background, for which `close`
+            waits.
 
         Returns:
           The number of the save.

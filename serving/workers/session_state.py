@@ -18,6 +18,7 @@ from jaxshare.models.layers import Decoder
 from jaxshare.models.tensor_parallel import ShardedDecoder
 from jaxshare.serving.engine.prefill import prefill
 from jaxshare.serving.errors import NotANumberError
+from jaxshare.serving.interrupts import interrupts_held_back
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MakeLayout, WorkersLayout
@@ -157,9 +158,10 @@ class SessionState:
     @contextlib.contextmanager
     def _attached(self) -> Iterator[None]:
         if self.lease is None:
-            yield
+            with interrupts_held_back():
+                yield
             return
-        with self.lease.exclusive():
+        with self.lease.exclusive(), interrupts_held_back():
             self.keep(self.lease.attach(self.state.cache))
             try:
                 yield

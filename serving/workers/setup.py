@@ -20,7 +20,14 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.decisions import text_digest
 from jaxshare.serving.engine.session_passes import MIN_PLACES, RowShape
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.inputs import cache_dtype, check_sampler, chosen, default_sampler
+from jaxshare.serving.inputs import (
+    as_sampler,
+    cache_dtype,
+    check_model,
+    check_sampler,
+    chosen,
+    default_sampler,
+)
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.words import check_length
 from jaxshare.serving.workers.block_sizes import block_sizes, rounded_budget
@@ -129,6 +136,7 @@ def create_session(
     Raises:
       ValueError, TooLongError, EngineError, ClosedError: see `Workers`.
     """
+    check_model(model)
     watch, version = Stopwatch.start(), engine.params_version if engine else 0
     settings = _checked(model, settings, engine)
     names, format = settings["names"], settings["format"]
@@ -197,6 +205,7 @@ def _checked(
     Raises:
       ValueError: see `Workers`.
     """
+    check_names(settings["names"])
     settings = {**settings, "names": tuple(settings["names"])}
     if settings["passes_at_once"] is None:
         settings["passes_at_once"] = engine.passes if engine else _PASSES_AT_ONCE
@@ -213,7 +222,7 @@ def _checked(
     check_problem(model, settings["problem"])
     given, sampler = settings["format"], settings["sampler"]
     settings["format"] = format_of(model, given)
-    sampler = sampler or default_sampler(model)
+    sampler = default_sampler(model) if sampler is None else as_sampler(sampler)
     sampler.refuse(
         _NOT_OF_SESSIONS,
         "a session has steps, a budget of forward passes and answers of its own; leave the field "
@@ -233,6 +242,8 @@ def check_problem(model: LoadedModel, problem: str) -> None:
         raise ValueError(
             "workers need a model with a tokenizer; add the tokenizer's files to the model's folder"
         )
+    if not isinstance(problem, str):
+        raise TypeError(f"the problem is of type {type(problem).__name__}; it must be a str")
     if not problem.strip():
         raise ValueError("the problem is empty; give at least one word")
     check_length(model.tokenizer, len(problem), model.config.max_positions)
@@ -241,7 +252,6 @@ def check_problem(model: LoadedModel, problem: str) -> None:
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """Raises ValueError for names, numbers and choices that no session can have."""
     names, ask_every, move = settings["names"], settings["ask_every"], settings["move"]
-    check_names(names)
     max_workers, stop_on = _max_workers(settings), settings["stop_on"]
     positive = ("budget", "finisher_tokens", "passes_at_once")
     check_min(1, **{name: settings[name] for name in positive})

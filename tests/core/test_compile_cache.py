@@ -168,3 +168,19 @@ def test_a_program_that_takes_long_to_compile_is_reported_while_it_does():
     assert not display.under_way
     traced.compile()
     assert [what for what, _ in said] == names
+
+
+def test_compiling_is_shown_once_however_often_it_is_asked_for():
+    display, shown = progress.Display(lambda: None, ticks=False), []
+    with reported_compiles(display), reported_compiles(display):
+
+        @jax.jit
+        def never_seen_before(x):
+            shown.append(display.under_way)
+            return x * 41.5
+
+        never_seen_before(jnp.arange(3.0))
+    assert shown == [["compiling never_seen_before"]] and not display.under_way
+    with reported_compiles(display):
+        jax.jit(lambda x: shown.append(display.under_way) or x - 0.125)(jnp.arange(3.0))
+    assert len(shown[-1]) == 1

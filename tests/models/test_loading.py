@@ -1,5 +1,6 @@
 """load: hand-made checkpoints in Hugging Face form, complete and broken."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -806,7 +807,10 @@ def test_a_model_is_shown_in_a_line_without_its_weights():
     model = models.load("embedded")
     leaves = jax.tree.leaves(model.params)
     count = f"{sum(math.prod(leaf.shape) for leaf in leaves):,} parameters"
-    assert repr(model) == f"<LoadedModel 'embedded': Qwen3ForCausalLM, {count}>"
+    kind = f"Qwen3ForCausalLM, {count}, float32"
+    assert repr(model) == f"<LoadedModel 'embedded': {kind}>"
+    approximate = dataclasses.replace(model, approximate_kv="int8")
+    assert repr(approximate) == f"<LoadedModel 'embedded': {kind}, int8 cache>"
 
 
 def test_a_name_that_is_no_model_is_told_of_the_one_that_comes_with_the_package():

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import tomllib
 from pathlib import Path
@@ -20,9 +21,7 @@ import yaml
 
 from jaxshare.serving.cli import serve
 from jaxshare.serving.cli.main import command_parser
-from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.http.auth import OPEN_PATHS
-from jaxshare.serving.http.metrics import HttpMetrics
 from tests.paths import ROOT
 from tests.serving.http.served import ScriptedEngine, served, until
 
@@ -31,6 +30,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TARGETS = ("cpu", "cuda13")
 PORT, USER, LAST_SECONDS = 8000, 10001, 5
 """The last one: seconds in which a server ends after its grace."""
+KEYS = "${CREDENTIALS_DIRECTORY}/keys"
+"""The file of keys in the systemd unit."""
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -67,8 +68,12 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     """The options of a command, as `jaxshare serve` reads them."""
     parser = argparse.ArgumentParser(exit_on_error=False)
     serve.add_arguments(parser)
-    options = parser.parse_args([each.replace("${MODEL:-embedded}", "tiny") for each in arguments])
-    serve.settings_of(options)
+    with tempfile.NamedTemporaryFile("w") as keys:
+        keys.write("secret\n")
+        keys.flush()
+        given = {"${MODEL:-embedded}": "tiny", KEYS: keys.name}
+        options = parser.parse_args([given.get(each, each) for each in arguments])
+        serve.settings_of(options)
     return options
 
 
@@ -95,13 +100,38 @@ def commands() -> dict[str, list[str]]:
     """The arguments of `jaxshare serve` in all files."""
     found = {f"image {name}": json.loads(values(name, "CMD")[0]) for name in TARGETS}
     found |= {f"service {name}": each["command"] for name, each in compose()["services"].items()}
-    return {**found, "pod": container()["args"]}
+    return {**found, "pod": container()["args"], "unit": unit_command()}
+
+
+def unit() -> dict[str, list[str]]:
+    """The settings of the systemd unit by section and name, each with its values."""
+    text = (DEPLOY / "jaxshare.service").read_text().replace("\\\n", " ")
+    found, section = {}, ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line.strip("[]")
+        elif line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(f"{section}.{name}", []).append(value)
+    return found
+
+
+def unit_command() -> list[str]:
+    """The arguments of `jaxshare serve` in the systemd unit."""
+    (command,) = unit()["Service.ExecStart"]
+    program, name, *arguments = command.replace("${MODEL}", "tiny").split()
+    assert Path(program).name == "jaxshare" and name == "serve"
+    return arguments
 
 
 @pytest.mark.parametrize("place", [*commands()])
 def test_options_are_those_of_the_command(place):
     options = parsed(commands()[place])
-    assert (options.host, options.port) == ("0.0.0.0", PORT)
+    host = "127.0.0.1" if place == "unit" else "0.0.0.0"
+    assert (options.host, options.port) == (host, PORT)
+    if not place.startswith("image"):  # the others have a volume for what stays
+        folders = {Path(options.files_folder), Path(options.sessions_folder)}
+        assert len(folders) == 2 and len({folder.parent for folder in folders}) == 1
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -226,72 +256,44 @@ def test_the_pod_has_no_rights_and_all_the_folders_that_it_writes_to():
     assert {*made["resources"]["requests"]} >= {"cpu", "memory"}
 
 
+def test_the_unit_ends_its_server_in_time_and_lets_it_write_its_folders_alone():
+    found, options = unit(), parsed(unit_command())
+    (seconds,) = found["Service.TimeoutStopSec"]
+    assert int(seconds) >= options.grace + LAST_SECONDS
+    # The second signal, which the children of a group would pass on, ends a server at once.
+    assert found["Service.KillMode"] == ["mixed"] and found["Service.DynamicUser"] == ["yes"]
+    assert KEYS in unit_command() and found["Service.LoadCredential"] == ["keys:/etc/jaxshare/keys"]
+    for folder in (options.files_folder, options.sessions_folder):
+        assert folder.startswith("${STATE_DIRECTORY}/") and found["Service.StateDirectory"]
+    assert "Service.MemoryDenyWriteExecute" not in found, "kernels are compiled at run time"
+    assert found["Service.RestartPreventExitStatus"] == ["2"]
+
+
+def test_state_that_one_server_has_is_on_volumes_and_ends_before_it_is_shared():
+    deployment, (claim,) = (
+        manifest("Deployment"),
+        [
+            each["persistentVolumeClaim"]["claimName"]
+            for each in pod()["volumes"]
+            if "persistentVolumeClaim" in each
+        ],
+    )
+    assert claim == manifest("PersistentVolumeClaim")["metadata"]["name"]
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    assert deployment["spec"]["replicas"] == 1
+    for target in TARGETS:
+        (made,) = [each for each in values(target, "RUN") if "mkdir" in each]
+        for folder in (parsed(container()["args"]).files_folder, "/models"):
+            parent = "/" + folder.split("/")[1]
+            assert made.count(f" {parent} ") == 2, "it is made, and the user's"
+
+
 def test_all_files_are_looked_at():
     named = {"Dockerfile", "compose.yaml", "grafana.json", "kubernetes.yaml"}
+    named |= {"alerts.yaml", "jaxshare.service"}  # see test_monitoring.py and the test below
     named |= {"kubernetes-batch.yaml", "ray.yaml", *(script.name for script in SCRIPTS)}
     assert len(SCRIPTS) == 3
     assert {path.name for path in Path(DEPLOY).iterdir()} == named
-
-
-def dashboard() -> dict[str, Any]:
-    return json.loads((DEPLOY / "grafana.json").read_text())
-
-
-def expressions() -> list[str]:
-    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
-
-
-def metric_labels() -> dict[str, set[str]]:
-    """The labels of each metric of an engine and a server, by its name in Prometheus' text."""
-    found = {}
-    for registry in (Metrics().registry, HttpMetrics().registry):
-        for metric, names in registry._collector_to_names.items():
-            labels = {*metric._labelnames}
-            found |= {name: labels | ({"le"} if "_bucket" in name else set()) for name in names}
-    return found
-
-
-def test_the_dashboard_asks_for_metrics_that_there_are():
-    known = metric_labels()
-    for expression in expressions():
-        asked = set(re.findall(r"\bjaxshare_\w+", expression))
-        assert asked and asked <= known.keys(), expression
-        for name in asked:
-            used = set(",".join(re.findall(r"by \(([^)]*)\)", expression)).split(","))
-            assert {each.strip() for each in used} - {""} <= known[name], expression
-        assert expression.count("(") == expression.count(")")
-        assert expression.count('{instance=~"$instance"}') == len(
-            re.findall(r"\bjaxshare_\w+", expression)
-        )
-        counters = [name for name in asked if name.endswith(("_total", "_bucket"))]
-        assert (len(counters) > 0) == ("rate(" in expression), "a counter is seen by its rate alone"
-
-
-def test_the_dashboard_s_legends_are_labels_and_its_panels_do_not_overlap():
-    for panel in dashboard()["panels"]:
-        for target in panel["targets"]:
-            grouped = re.search(r"by \((\w+)\)", target["expr"])
-            known = {grouped[1]} if grouped else {"agent"}
-            assert {*re.findall(r"{{(\w+)}}", target["legendFormat"])} <= known
-        assert [target["refId"] for target in panel["targets"]] == [
-            *"ABCDEF"[: len(panel["targets"])]
-        ]
-    cells = [
-        (panel["gridPos"]["x"] + x, panel["gridPos"]["y"] + y)
-        for panel in dashboard()["panels"]
-        for x in range(panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["h"])
-    ]
-    assert len({*cells}) == len(cells) and max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
-
-
-def test_every_metric_that_is_worth_a_look_is_on_the_dashboard():
-    """Those that are left out say in other words what is there."""
-    shown = {name for each in expressions() for name in re.findall(r"\bjaxshare_\w+", each)}
-    names = {name for name in metric_labels() if name.endswith(("_total", "_bucket"))}
-    left_out = {"jaxshare_guessed_tokens_total", "jaxshare_http_seconds_bucket"}
-    assert names - shown == left_out
 
 
 SCRIPTS = sorted(DEPLOY.glob("*.sh"))
@@ -418,11 +420,30 @@ def test_the_cluster_of_ray_is_one_that_ray_takes():
     schema = json.loads((root / "autoscaler" / "ray-schema.json").read_text())
     jsonschema.validate(cluster, schema)
     assert cluster["max_workers"] == len(cluster["provider"]["worker_ips"])
-    installed = re.search(r"jaxshare\[(.*)\]", " ".join(cluster["setup_commands"]))[1]
-    assert {*installed.split(",")} <= {*PROJECT["optional-dependencies"]}
-    shown = re.search(r"ray exec deploy/ray.yaml '(.*)'", (DEPLOY / "ray.yaml").read_text())[1]
+    source, extras = re.search(
+        r"pip install ~/'(.*)\[(.*)\]'", str(cluster["setup_commands"])
+    ).groups()
+    assert {*extras.split(",")} <= {*PROJECT["optional-dependencies"]}
+    # What is mounted is what a wheel is built from, as in the images, and the cluster's token.
+    token = "~/.ray/auth_token"
+    built = {name for rest in values("build-cpu", "COPY") for name in rest.split()[:-1]}
+    mounts = {f"~/{source}/{name}": name for name in built} | {token: token}
+    assert cluster["file_mounts"] == mounts and all((ROOT / name).exists() for name in built)
+
+
+def test_the_cluster_of_ray_has_a_token_and_its_server_keys():
+    text = (DEPLOY / "ray.yaml").read_text()
+    cluster = yaml.safe_load(text)
+    started = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"]
+    starts = [each for each in started if "ray start" in each]
+    assert len(starts) == 2 and all(each.startswith("RAY_AUTH_MODE=token ray ") for each in starts)
+    assert "RAY_AUTH_MODE=token" in cluster["setup_commands"][-1]
+    shown = re.search(r"ray exec deploy/ray.yaml '(.*)'", text)[1]
     options = command_parser().parse_args(shlex.split(shown)[1:])
-    assert options.ray == "auto" and options.replicas == 16
+    assert options.ray == "auto" and options.replicas == 16 and options.host == "0.0.0.0"
+    copied = re.search(r"ray rsync-up deploy/ray.yaml (\S+) (\S+)", text)
+    assert copied[1] == copied[2] == options.api_key_file
+    assert shown in (ROOT / "docs" / "operations.md").read_text()
 
 
 def test_a_batch_in_a_cluster_goes_on_in_another_pod():
@@ -434,7 +455,11 @@ def test_a_batch_in_a_cluster_goes_on_in_another_pod():
     options = command_parser().parse_args([*made["command"][1:], *made["args"]])
     assert options.resume and job["spec"]["backoffLimit"] > 0
     # A policy of failures takes no other one.
-    assert spec["restartPolicy"] == "Never" and job["spec"]["podFailurePolicy"]["rules"]
+    assert spec["restartPolicy"] == "Never"
+    ignored, failed = job["spec"]["podFailurePolicy"]["rules"]
+    assert ignored["action"] == "Ignore" and failed["action"] == "FailJob"
+    codes = {"containerName": made["name"], "operator": "In", "values": [2, 3]}
+    assert failed["onExitCodes"] == codes  # see test_batch.py for what ends with them
     assert job["spec"]["template"]["metadata"]["labels"] == job["metadata"]["labels"]
     mounted = {each["name"]: each["mountPath"] for each in made["volumeMounts"]}
     assert {*mounted} == {each["name"] for each in spec["volumes"]}
@@ -446,4 +471,5 @@ def test_a_batch_in_a_cluster_goes_on_in_another_pod():
     assert made["securityContext"] == others["securityContext"] and made["image"] == others["image"]
     del mounted["data"]
     shared = {each["name"]: each["mountPath"] for each in others["volumeMounts"]}
+    del shared["state"]
     assert mounted == shared

@@ -349,7 +349,7 @@ def test_batch_writes_the_error_of_a_line_and_completes_the_others(batch, whole)
         "jaxshare: error: the model's logits for 2 of 4 completions are not numbers; their lines "
         f"in {batch.output} have the errors, and the others are complete"
     )
-    assert code == 1 and err.splitlines()[-1] == said and "Traceback" not in err
+    assert code == 3 and err.splitlines()[-1] == said and "Traceback" not in err
     assert json.loads(out)["completions"] == 4 and json.loads(out)["failed"] == 2
     found = results(batch.output)
     assert [(r["line"], r["index"], r["finish_reason"]) for r in found] == [
@@ -367,14 +367,14 @@ def test_batch_writes_the_error_of_a_line_and_completes_the_others(batch, whole)
     # A job that is resumed has sampled all, and says so again.
     before = batch.output.read_bytes()
     code, out, err = batch("--resume", "--json")
-    assert code == 1 and err.splitlines() == [
+    assert code == 3 and err.splitlines() == [
         f"the job is complete: all 4 completions are in {batch.output}",
         said,
     ]
     assert json.loads(out)["failed"] == 2 and batch.output.read_bytes() == before
     lines = before.splitlines(keepends=True)
     batch.output.write_bytes(lines[2] + lines[0])
-    assert batch("--resume")[0] == 1 and batch.output.read_bytes() == before
+    assert batch("--resume")[0] == 3 and batch.output.read_bytes() == before
 
 
 @pytest.mark.slow

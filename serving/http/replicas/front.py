@@ -73,7 +73,7 @@ class Front:
         tracer: RequestTracer | None = None,
     ):
         self._replicas, self.settings, self.tracer = replicas, settings, tracer
-        self.metrics = HttpMetrics()
+        self.metrics = HttpMetrics(settings.model_names[0])
         Gauge(
             "jaxshare_replicas_running", "Replicas that run", registry=self.metrics.registry
         ).set_function(lambda: self._replicas.num_running)

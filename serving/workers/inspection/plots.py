@@ -25,8 +25,14 @@ def cache_picture(snapshot: Snapshot) -> "Figure":
     """Draws rows by positions, coloured by block, with the start of every block; below, the arena.
 
     Raises:
+      TypeError: something else than a snapshot.
       ImportError: matplotlib is not installed.
     """
+    if not isinstance(snapshot, Snapshot):
+        raise TypeError(
+            f"a {type(snapshot).__name__} is no snapshot; give Snapshot.of(session) or "
+            "Snapshot.of_branches(run)"
+        )
     styles = _styles(snapshot)
     seen = [[(b.block, b.start, b.length, b.length) for b in row] for row in snapshot.rows.values()]
     arena = [
@@ -42,12 +48,12 @@ def cache_picture(snapshot: Snapshot) -> "Figure":
     _draw_bars(above, snapshot.names, seen, styles)
     after = f" after {snapshot.passes} passes" if snapshot.passes else ""
     above.set_title(
-        f"What each worker sees{after}; numbers: where blocks start", loc="left", fontsize=10.5
+        f"What each row sees{after}; numbers: where blocks start", loc="left", fontsize=10.5
     )
-    above.set_xlabel("position in the worker's order (tokens)")
+    above.set_xlabel("position in the row's order (tokens)")
     _draw_bars(below, ["arena"], arena, styles)
     below.set_title(
-        "Where the blocks lie, each once for all workers; pale: free", loc="left", fontsize=10.5
+        "Where the blocks lie, each once for all rows; pale: free", loc="left", fontsize=10.5
     )
     below.set_xlabel("place in the arena (tokens)")
     _draw_legend(figure, {f"{b.name} ({b.length} tokens)": styles[b.name] for b in snapshot.blocks})

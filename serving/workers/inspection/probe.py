@@ -28,9 +28,11 @@ from jaxshare.models.config_fields import first_line
 from jaxshare.models.layers import Decoder
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
+from jaxshare.serving.inputs import token_bytes
 from jaxshare.trace.trace import Trace
 
 if TYPE_CHECKING:
+    from jaxshare.serving.branches.run import Branches
     from jaxshare.serving.workers.layouts import WorkersLayout
     from jaxshare.serving.workers.session import Workers
     from jaxshare.serving.workers.text.transcript import Event
@@ -94,6 +96,11 @@ class Snapshot:
     @classmethod
     def of(cls, session: "Workers", attention: Sequence[AttentionShare] = ()) -> "Snapshot":
         """The session as it is now, with the shares that an `AttentionProbe` has measured."""
+        if not hasattr(session, "layout"):
+            raise TypeError(
+                f"a {type(session).__name__} is no session of workers; of a run of branches make "
+                "Snapshot.of_branches(run), of a layout Snapshot.of_layout(layout, lengths)"
+            )
         cache = session.cache
         offsets, lengths, capacities = (
             np.asarray(a).tolist() for a in (cache.offsets, cache.lengths, cache.capacities)
@@ -134,9 +141,36 @@ class Snapshot:
         )
         return cls(0, blocks, _rows(layout, lengths))
 
+    @classmethod
+    def of_branches(cls, run: "Branches") -> "Snapshot":
+        """The blocks of a run of branches as it was planned: common prefixes, then for each
+        completion what its prompt has beside them, after which it writes. They follow each other in
+        the arena."""
+        plan, samples = run.sharing_plan, run.sharing_plan.samples
+        lengths = {f"prefix {i}": len(each.tokens) for i, each in enumerate(plan.blocks, 1)}
+        rows: dict[str, tuple[Listed, ...]] = {}
+        for sample in samples:
+            name = f"prompt {sample.prompt}, no. {sample.index}"
+            seen = [f"prefix {1 + block}" for block in plan.path(sample.block)]
+            if sample.suffix:
+                lengths[name] = len(sample.suffix)
+                seen.append(name)
+            starts = itertools.accumulate((lengths[each] for each in seen), initial=0)
+            rows[name] = tuple(
+                Listed(each, start, lengths[each])
+                for each, start in zip(seen, starts, strict=False)
+            )
+        offsets = itertools.accumulate(lengths.values(), initial=0)
+        size = token_bytes(run.model)
+        blocks = tuple(
+            BlockExtent(name, offset, length, length, length * size)
+            for (name, length), offset in zip(lengths.items(), offsets, strict=False)
+        )
+        return cls(0, blocks, rows)
+
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the workers."""
+        """The names of the workers, or of the rows of branches."""
         return tuple(self.rows)
 
     def to_json(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from jaxshare.models import Generation, chat_rendering
 from jaxshare.serving import checksums
 from jaxshare.serving.branches.batch_input import read_input
 from jaxshare.serving.cli import arguments, batch
+from jaxshare.serving.cli.main import main
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.errors import InUseError
 
@@ -625,6 +626,35 @@ def no_model():
 def test_mistakes_are_found_before_the_model_is_loaded(job, arguments, words):
     with pytest.raises(ValueError, match=words):
         job(LINES, *arguments, load=no_model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--input", "nowhere.jsonl"], 2),
+        (["--n", "0"], 2),
+        (["--max-kv-bytes", "2QB"], 2),
+        (["--temperature", "-1"], 2),
+        (["--output", "no/folder/out"], 1),
+        (["--output", "in.jsonl"], 1),
+        ([], 1),
+    ],
+    ids=lambda given: " ".join(map(str, given)) if isinstance(given, list) else str(given),
+)
+@pytest.mark.parametrize("form", ["prompts", "requests"])
+def test_the_exit_code_says_whether_trying_again_may_help(
+    tmp_path, monkeypatch, capsys, arguments, code, form
+):
+    """2 for the input and settings, 1 for the output and the model, in both forms of lines."""
+    monkeypatch.chdir(tmp_path)
+    body = {"model": "tiny", "prompt": "a"}
+    request = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
+    lines = {"prompts": {"prompt": "a"}, "requests": request}
+    Path("in.jsonl").write_text(json.dumps(lines[form]))
+    given = ["--input", "in.jsonl", "--output", "out.jsonl", *arguments]
+    assert main(["batch", str(tmp_path / "nothing"), *given]) == code
+    assert capsys.readouterr().err.startswith("jaxshare: error: ")
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".jsonl"] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize(

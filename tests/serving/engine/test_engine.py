@@ -30,7 +30,7 @@ from jaxshare.serving.engine import (
     decode_rows,
 )
 from jaxshare.serving.inputs import token_bytes
-from jaxshare.serving.kvcache import manager
+from jaxshare.serving.kvcache import manager, sharing_cost
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.kvcache.speeds import FixedSpeeds
 from jaxshare.serving.logits_cache.cache import LogitsCache
@@ -370,6 +370,40 @@ def test_calls_that_come_together_read_what_they_begin_with_once():
     assert metric(engine, "jaxshare_tokens_total", how="fed") <= 121
     for i, stream in enumerate(streams):
         assert list(done(stream).tokens) == alone([*book, 3 + i], 4)[0]
+
+
+def test_calls_wait_for_a_common_beginning_only_where_they_then_share_it(monkeypatch):
+    """By the costs of a CPU that was not calibrated; seconds of a prefilled token are given."""
+    book = [random.Random(0).randrange(3, 31) for _ in range(120)]
+    for first_speed, later_speed, reused in ((0.0, 1e-9, 120), (1e-9, 1e-9, 0), (1.0, 1.0, 120)):
+        engine = Stepped()
+        kv = engine._scheduler.kv
+        monkeypatch.setattr(kv, "costs", sharing_cost.DEFAULT)
+        monkeypatch.setattr(kv, "speeds", FixedSpeeds(first_speed))
+        streams = [engine.submit([*book, 3 + i], Sampler(), max_new_tokens=4) for i in range(4)]
+        engine.step()
+        # Those that compute for themselves do so at once.
+        assert len(engine._scheduler.live) == (1 if reused else 4)
+        kv.speeds = FixedSpeeds(later_speed)
+        engine.settle()
+        assert [done(stream).reused_tokens for stream in streams] == [0, *[reused] * 3]
+        for i, stream in enumerate(streams):
+            assert list(done(stream).tokens) == alone([*book, 3 + i], 4)[0]
+
+
+def test_metrics_have_what_there_is_at_most_and_the_time_between_tokens():
+    engine = Stepped(tokens=256, host=128, logits_cache=30_000)
+    limits = {"accelerator": 256 * SIZE, "host": 128 * SIZE, "logits": 30_000}
+    for tier, limit in limits.items():
+        assert metric(engine, "jaxshare_bytes_limit", tier=tier) == limit
+    assert metric(engine, "jaxshare_max_rows") == ROWS
+    prompt, took = lasting(20, 9), 0.0
+    for count, observed in ((1, 0), (9, 1)):
+        stream = engine.submit(prompt, Sampler(), max_new_tokens=count)
+        engine.settle()
+        assert metric(engine, "jaxshare_token_seconds_count") == observed
+        took += (done(stream).seconds - done(stream).first_token_seconds) / 8 * observed
+    assert metric(engine, "jaxshare_token_seconds_sum") == pytest.approx(took)
 
 
 def test_a_short_common_beginning_is_not_worth_a_block():

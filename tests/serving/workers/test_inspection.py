@@ -17,6 +17,7 @@ from matplotlib.colors import to_hex
 
 from jaxshare import KVCache
 from jaxshare.serving import Workers, WorkersLayout, checksums, combined
+from jaxshare.serving.branches import Branch, Branches
 from jaxshare.serving.cli import demo
 from jaxshare.serving.cli import inspect as inspect_command
 from jaxshare.serving.evaluation import arithmetic
@@ -31,7 +32,16 @@ from jaxshare.serving.workers.inspection.probe import (
     attention_shares,
 )
 from tests.core.attention.test_block_share import Watched
-from tests.helpers import MODEL, TINY, VOCAB, DenseModel, mostly_slow, pad_rows, tiny_params
+from tests.helpers import (
+    MODEL,
+    TINY,
+    VOCAB,
+    DenseModel,
+    mostly_slow,
+    one_layer,
+    pad_rows,
+    tiny_params,
+)
 
 BLOCKS, CAPACITIES = (
     ("history", "Bob", "notes", "Alice", "spare 1", "unused 1"),
@@ -446,3 +456,34 @@ def test_inspect_says_what_is_wrong(tmp_path, monkeypatch):
         cache_picture(SNAPSHOTS["two"])
     with pytest.raises(ValueError, match=r"pip install 'jaxshare\[plot\]'"):
         inspect(tmp_path / "run.json", "--out", tmp_path)
+
+
+def test_branches_have_the_blocks_of_their_plan():
+    """A tree whose prompts are listed by hand: (tokens read together, then one's own)."""
+    model = one_layer()
+    root, left, right, alone = [5] * 20, [6] * 30, [7] * 9, [8] * 4
+    tree = [
+        Branch(root, [Branch(left, n=2), Branch(right)]),
+        Branch(alone),
+    ]
+    run = Branches(model, tree, max_new_tokens=4, share=True)
+    snapshot = Snapshot.of_branches(run)
+    rows = {
+        name: [(each.start, each.length) for each in row] for name, row in snapshot.rows.items()
+    }
+    assert rows == {
+        "prompt 0, no. 0": [(0, 20), (20, 30)],
+        "prompt 0, no. 1": [(0, 20), (20, 30)],
+        "prompt 1, no. 0": [(0, 20), (20, 9)],
+        "prompt 2, no. 0": [(0, 4)],
+    }
+    assert sum(each.length for each in snapshot.blocks) == 20 + 30 + 9 + 4 == run.unique_tokens
+    ends = [each.offset + each.length for each in snapshot.blocks]
+    assert [each.offset for each in snapshot.blocks] == [0, *ends[:-1]]
+    picture = cache_picture(snapshot)
+    assert picture._repr_png_().startswith(b"\x89PNG"), "a notebook shows it"
+    for wrong in (run, Workers(model, "1. 2 + 3", budget=16)):
+        with pytest.raises(TypeError, match="is no snapshot; give Snapshot"):
+            cache_picture(wrong)
+    with pytest.raises(TypeError, match="is no session of workers; of a run of branches make"):
+        Snapshot.of(run)
