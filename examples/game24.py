@@ -204,7 +204,7 @@ def arguments(args: list[str]):
     parser.add_argument("--limit", type=int, metavar="N", help="the first N puzzles alone")
     given = parser.parse_args(args)
     puzzles = (
-        [given.numbers]
+        [puzzle_of(" ".join(map(str, given.numbers)))]
         if given.numbers
         else [*read(given.puzzles)]
         if given.puzzles
@@ -231,9 +231,12 @@ def read(file: str) -> Iterator[list[int]]:
 
 def puzzle_of(text: str) -> list[int]:
     try:
-        return [int(word) for word in text.split()]
+        numbers = [int(word) for word in text.split()]
     except ValueError:
         raise ValueError(f"{text!r} is not whole numbers with blanks between them") from None
+    if len(numbers) != 4:
+        raise ValueError(f"a puzzle has four numbers, and {text!r} has {len(numbers)}")
+    return numbers
 
 
 def shown(value: dict[str, str | None]) -> str:

@@ -4,7 +4,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,22 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, cut where it is long, or the error's type."""
     message = str(error).strip()
     return cut(message.splitlines()[0]) if message else type(error).__name__
+
+
+_MOST, _SHOWN = 6, 3
+
+
+def some_of(problems: Iterable[str]) -> str:
+    """Returns all problems as an error has them, or the first three where there are more than six.
+
+    They are in order, numbers in names by their size.
+    """
+    listed = sorted(
+        problems, key=lambda text: re.sub(r"\d+", lambda found: found[0].zfill(9), text)
+    )
+    if len(listed) > _MOST:
+        listed = [*listed[:_SHOWN], f"... and {len(listed) - _SHOWN} more"]
+    return "; ".join(listed)
 
 
 def cut(text: str) -> str:

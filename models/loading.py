@@ -44,8 +44,8 @@ from jaxshare.models.partial_reads import PartialReader, can_be_read_in_parts
 from jaxshare.models.quantisation.settings import quantisation_of
 from jaxshare.models.safetensors_files import stored_tensors
 from jaxshare.models.safetensors_io import (
-    CHECK_VARIABLE,
     DTYPES,
+    is_checked,
     match_tensors,
     read_params,
 )
@@ -335,7 +335,7 @@ def load(
     compile_cache.enable()
     report_compiles()
     asked = None if dtype is None else _dtype(dtype)
-    check = os.environ.get(CHECK_VARIABLE) != "off" if check is None else check
+    check = is_checked() if check is None else check
     source = opened(find(path, revision, FILES))
     fitted = source.config if mesh is None else fit(source.config, mesh)
     read, dtypes = _reader(source, fitted, mesh, check)

@@ -20,14 +20,22 @@ from safetensors.numpy import save_file
 
 from jaxshare import progress, sharding
 from jaxshare.models.config import ModelConfig
-from jaxshare.models.config_fields import read_json
+from jaxshare.models.config_fields import read_json, some_of
 from jaxshare.models.model_folder import check_folders, new_folder, umask, write_settings
 from jaxshare.models.orbax_package import orbax
 from jaxshare.models.orbax_reading import root_cause, waiting_for_reads
 from jaxshare.models.quantisation.saved import as_saved, parameters_of, restored
 from jaxshare.models.quantisation.settings import quantisation_of
 from jaxshare.models.safetensors_files import INDEX, SINGLE, CheckpointError, stored_tensors
-from jaxshare.models.safetensors_io import match_tensors, nested, not_finite, read_tensors
+from jaxshare.models.safetensors_io import (
+    check_numbers,
+    is_checked,
+    match_tensors,
+    nested,
+    not_finite,
+    read_sound,
+    read_tensors,
+)
 from jaxshare.models.soundness import is_sound
 from jaxshare.models.tensor_names import (
     ExpectedTensor,
@@ -62,7 +70,8 @@ def is_checkpoint(folder: Path) -> bool:
 def convert(source: Path, target: Path) -> dict[str, Any]:
     """Converts a model from Hugging Face form to Orbax form, or back.
 
-    Every tensor keeps its dtype and its bits, and quantised ones stay quantised in Orbax form.
+    Every tensor keeps its dtype and its bits, and quantised ones stay quantised in Orbax form. What is
+    NaN or infinite is refused, unless JAXSHARE_CHECK_WEIGHTS is "off".
 
     Args:
       source: a folder in either form.
@@ -123,17 +132,18 @@ def plain_parameters(folder: Path, config: ModelConfig) -> Iterator[ReadSome]:
     if not is_checkpoint(folder):
         stored = stored_tensors(folder)
         places = match_tensors(config, stored, folder)
-        yield lambda some: read_tensors(stored, {name: places[name] for name in some})
+        yield lambda some: read_sound(stored, {name: places[name] for name in some})
         return
     advice = "quantising it again would lose more; give the model that it was made from"
-    with _orbax_values(folder, expected_tensors(config), advice) as value:
+    with _orbax_values(folder, expected_tensors(config), advice, check=True) as value:
         yield lambda some: ((name, value(name)) for name in some)
 
 
 def _read_safetensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Parameter]]:
     """Reads (name, value) of each parameter of a folder in Hugging Face form."""
     stored = stored_tensors(folder)
-    return read_tensors(stored, match_tensors(config, stored, folder, quantisation_of(folder)))
+    places = match_tensors(config, stored, folder, quantisation_of(folder))
+    return (read_sound if is_checked() else read_tensors)(stored, places)
 
 
 def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
@@ -149,18 +159,18 @@ def _read_orbax(folder: Path, config: ModelConfig) -> Iterator[tuple[str, np.nda
         "quantised parameters are not written in Hugging Face form; use the checkpoint that it was "
         "converted from"
     )
-    with _orbax_values(folder, expected, advice) as value:
+    with _orbax_values(folder, expected, advice, is_checked()) as value:
         yield from taken_apart(expected, value)
 
 
 @contextlib.contextmanager
 def _orbax_values(
-    folder: Path, expected: Mapping[str, ExpectedTensor], advice: str
+    folder: Path, expected: Mapping[str, ExpectedTensor], advice: str, check: bool
 ) -> Iterator[Callable[[str], np.ndarray]]:
     """Opens a folder in Orbax form; gives what reads the parameter of a name.
 
     Raises:
-      CheckpointError: data that cannot be read.
+      CheckpointError: data that cannot be read, or with `check` is not finite.
       ValueError: quantised parameters, with this advice.
     """
     ocp = orbax()
@@ -195,7 +205,10 @@ def _orbax_values(
                     f"{folder / PARAMS} cannot be read ({root_cause(error)}); convert the model "
                     "again"
                 ) from error
-            return np.asarray(jax.tree.leaves(restored)[0])
+            found = np.asarray(jax.tree.leaves(restored)[0])
+            if check:
+                check_numbers(f"{folder / PARAMS}: {name}", found)
+            return found
 
         yield value
 
@@ -266,8 +279,8 @@ def match_metadata(
       arrays are such.
 
     Raises:
-      CheckpointError: it cannot be read, or its parameters are not those of the model; lists all
-        that differ.
+      CheckpointError: it cannot be read, or its parameters are not those of the model; names
+        some that differ.
     """
     ocp = orbax()
 
@@ -300,7 +313,7 @@ def match_metadata(
     if problems:
         raise CheckpointError(
             f"the parameters in {folder / PARAMS} are not those that its config.json describes: "
-            f"{'; '.join(sorted(problems))}; they are of another architecture: convert the model "
+            f"{some_of(problems)}; they are of another architecture: convert the model "
             "again"
         )
     return found

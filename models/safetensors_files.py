@@ -12,11 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxshare.models.config_fields import cut, first_line, read_json
+from jaxshare.models.config_fields import cut, first_line, read_json, some_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_PROBLEMS = 100
-"""The most tensors that an error lists."""
 _OCTETS = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}
 """Dtypes of eight bits for which safetensors has no NumPy array."""
 
@@ -103,9 +101,9 @@ def _read_index(folder: Path) -> dict[str, StoredTensor]:
         for tensor in weight_map.keys() - tensors.keys()
     ]
     if problems:
-        listed = [cut(problem) for problem in sorted(problems)[:MAX_PROBLEMS]]
         raise CheckpointError(
-            f"{index} does not match its shards: {'; '.join(listed)}; fetch the checkpoint again"
+            f"{index} does not match its shards: {some_of(map(cut, problems))}; fetch the checkpoint "
+            "again"
         )
     return tensors
 

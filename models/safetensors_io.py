@@ -9,6 +9,7 @@ count as memory.
 import contextlib
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,9 +22,9 @@ from jaxtyping import Float
 
 from jaxshare import progress
 from jaxshare.models.config import FAMILIES, ModelConfig
+from jaxshare.models.config_fields import some_of
 from jaxshare.models.quantisation.matching import Quantisation
 from jaxshare.models.safetensors_files import (
-    MAX_PROBLEMS,
     CheckpointError,
     StoredTensor,
     opened,
@@ -47,6 +48,11 @@ CHECK_VARIABLE = "JAXSHARE_CHECK_WEIGHTS"
 """The environment variable that is "off" where parameters may be NaN or infinite."""
 
 
+def is_checked() -> bool:
+    """Returns whether parameters are refused where they are NaN or infinite, if nothing is said."""
+    return os.environ.get(CHECK_VARIABLE) != "off"
+
+
 def match_tensors(
     config: ModelConfig,
     stored: dict[str, StoredTensor],
@@ -62,8 +68,8 @@ def match_tensors(
       quantisation: the settings of quantised matrices, if there are some.
 
     Raises:
-      CheckpointError: lists all that are missing, unexpected, of a wrong shape or of a dtype that
-        is not a plain float, or that of an array of a quantised matrix.
+      CheckpointError: names some of those that are missing, unexpected, of a wrong shape or of a
+        dtype that is not a plain float, or that of an array of a quantised matrix.
     """
     expected = as_stored(expected_tensors(config), stored, quantisation)
     arrays = stored_arrays(expected)
@@ -71,6 +77,12 @@ def match_tensors(
     unexpected = [name for name in stored.keys() - arrays.keys() if not _ignored(name, config)]
     problems += _problems_of_quantised(expected, stored, unexpected, quantisation)
     problems += [f"{name} is unexpected" for name in unexpected]
+    advice = ""
+    if quantisation is None and any(name.endswith(_OF_QUANTISED) for name in unexpected):
+        advice = (
+            "; some are of quantised matrices, which are read where config.json has the "
+            "quantization_config that they were made with"
+        )
     for name in arrays.keys() & stored.keys():
         array, found = arrays[name], stored[name]
         if array.shapes and found.shape not in array.shapes:
@@ -79,18 +91,9 @@ def match_tensors(
         if found.dtype not in array.dtypes:
             problems.append(f"{name} has dtype {found.dtype}, not one of {', '.join(array.dtypes)}")
     if problems:
-        numbered = sorted(
-            problems,
-            key=lambda text: [
-                int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)
-            ],
-        )
-        listed = numbered[:MAX_PROBLEMS]
-        if len(numbered) > len(listed):
-            listed.append(f"and {len(numbered) - len(listed)} more")
         raise CheckpointError(
             f"the tensors in {source} are not those that its config.json describes: "
-            f"{'; '.join(listed)}; fetch the checkpoint again, or correct its config.json"
+            f"{some_of(problems)}{advice}; fetch the checkpoint again, or correct its config.json"
         )
     return expected
 
@@ -133,11 +136,6 @@ def _problems_of_quantised(
             problems.append(f"{name} is there beside {layer}.{part.arrays[0]}: keep one of them")
         elif array in part.form.unused and (array != "bias" or _is_zero(stored[name], name)):
             unexpected.remove(name)
-    if quantisation is None and any(name.endswith(_OF_QUANTISED) for name in unexpected):
-        problems.append(
-            "some are of quantised matrices, which are read where config.json has the "
-            "quantization_config that they were made with"
-        )
     return problems
 
 
@@ -203,6 +201,26 @@ def read_params(
         params[path] = put(path, _in_dtype(value, kept)) if put else _on_device(value, kept)
         jax.block_until_ready(params[path])
     return {"params": nested(params)}
+
+
+def read_sound(
+    stored: dict[str, StoredTensor], expected: dict[str, ExpectedTensor]
+) -> Iterator[tuple[str, Parameter]]:
+    """Yields (name, value on the host) of each parameter, as stored, and refuses what is not finite.
+
+    Raises:
+      CheckpointError: see `read_params`.
+    """
+    for name, value in read_tensors(stored, expected):
+        dtype = value.dtype if isinstance(value, np.ndarray) else np.dtype(np.float32)
+        _check_finite(value, expected[name], stored, dtype)
+        yield name, value
+
+
+def check_numbers(name: str, value: Float[np.ndarray, "..."]) -> None:
+    """Raises CheckpointError, with this name, for numbers that are NaN or infinite."""
+    if not _is_finite(value, value.dtype):
+        raise not_finite(name, value.dtype, value.dtype)
 
 
 def _check_finite(

@@ -110,10 +110,14 @@ def find(path: str | os.PathLike, revision: str | None, files: list[str]) -> Pat
             "file that ends in .gguf"
         )
     name = os.fspath(path)
+    if name.endswith(".gguf"):
+        raise FileNotFoundError(
+            f"there is no file {name}: give a GGUF file that exists, or a folder with one"
+        )
     if not re.fullmatch(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(
             f"there is no model folder {name}: give a folder with config.json and "
-            "model.safetensors, a hub id such as Qwen/Qwen3-0.6B, or `embedded` for the model that "
+            "model.safetensors, a GGUF file, a hub id such as Qwen/Qwen3-0.6B, or `embedded` for the model that "
             "comes with jaxshare"
         )
     import huggingface_hub  # here, because most programs do not use the hub

@@ -265,10 +265,13 @@ class SavedCheckpoint:
         numbers = sorted(self._manager.all_steps())
         if not numbers or number not in (None, *numbers):
             listed = ", ".join(map(str, numbers))
-            existing = f"the checkpoints {listed}" if numbers else "no complete checkpoint"
+            if numbers:
+                raise SaveError(
+                    f"{folder} has the checkpoints {listed}, not {number}; give number={numbers[-1]}, on "
+                    f"the command line --resume-from {numbers[-1]}"
+                )
             raise SaveError(
-                f"{folder} has {existing}{'' if number is None else f', not {number}'}; give a "
-                "folder that has checkpoints"
+                f"{folder} has no complete checkpoint; give a folder that has checkpoints"
             )
         self.number = self._open(numbers if number is None else [number])
         self.metadata: dict[str, Any] = self._description["facts"]

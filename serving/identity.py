@@ -3,15 +3,18 @@
 A job that goes on with other weights under the same name would mix the texts of two models.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.models.fingerprint import same_fingerprint
+from jaxshare.models.sources import local_folder
 from jaxshare.serving.inputs import cache_dtype
 
 _NAMES = {
@@ -52,6 +55,45 @@ def identity(model: LoadedModel) -> dict[str, Any]:
     }
 
 
+def files_stamp(name: str) -> dict[str, str]:
+    """Returns {"files": a hash of the names, sizes and times of a model's files}, or {} if they are
+    not local.
+
+    While it is the same, a finished job need not load the model to know that it has not changed.
+    """
+    folder = local_folder(name)
+    found = []
+    for file in [folder] if folder.is_file() else sorted(folder.rglob("*")):
+        with contextlib.suppress(OSError):  # a link that leads nowhere
+            about = file.stat()
+            if stat.S_ISREG(about.st_mode):
+                found.append((str(file.relative_to(folder)), about.st_size, about.st_mtime_ns))
+    return {"files": _hash(json.dumps(found))} if found else {}
+
+
+def is_surely_same(saved: Mapping[str, Any], name_then: str | None, name: str) -> bool:
+    """Returns whether the model of a job need not be loaded to know that it is the one it began with.
+
+    Where an earlier version began the job, or the files are not local, the name decides.
+
+    Args:
+      saved: the identity of the job, with `files_stamp`.
+      name_then, name: the name of the model when the job began, and now.
+    """
+    if not _same_name(name_then, name):
+        return False
+    now = files_stamp(name)
+    return not now or "files" not in saved or saved["files"] == now["files"]
+
+
+def _same_name(then: str | None, now: str | None) -> bool:
+    """Returns whether two names are of one model: equal, or of one folder or file."""
+    if then is None or now is None or then == now:
+        return True
+    places = local_folder(then), local_folder(now)
+    return all(place.exists() for place in places) and places[0].samefile(places[1])
+
+
 def _settings(generation: Generation) -> dict[str, Any]:
     """All settings by name."""
     found: dict[str, Any] = {}
@@ -61,18 +103,24 @@ def _settings(generation: Generation) -> dict[str, Any]:
 
 
 def check_identity(
-    what: str, saved: Mapping[str, Any], model: LoadedModel, advice: str
+    what: str,
+    saved: Mapping[str, Any],
+    model: LoadedModel,
+    advice: str,
+    names: tuple[str | None, str | None] = (None, None),
 ) -> dict[str, Any]:
     """Checks that a job goes on with the model that it began with.
 
-    What cannot be compared, because an earlier version did not save it or because the parameters
-    are on other machines, is named in a warning.
+    Its name may be another one, since a folder may have been moved. What cannot be compared, because
+    an earlier version did not save it or because the parameters are on other machines, is named in a
+    warning.
 
     Args:
       what: the job, such as "the job of out.jsonl".
       saved: the identity when it began; other keys are ignored.
       model: the model now.
       advice: the end of the error message, such as "give another --output".
+      names: of the model when the job began, and now; None if they are not known.
 
     Returns:
       The identity to save from now on.
@@ -81,19 +129,16 @@ def check_identity(
       ValueError: the model is another one.
     """
     now = identity(model)
+    if not _same_name(*names) and not ("weights" in saved and "weights" in now):
+        raise ValueError(
+            f"{what} began with the model {names[0]}, not {names[1]}, and their parameters cannot be "
+            f"compared; give {names[0]}, or {advice}"
+        )
     differing = [name for name in _NAMES if not _same(name, saved, now)]
     if "dtype" in differing:
         differing = [name for name in differing if name != "weights"]  # which have that dtype
     if differing:
-        changes = [
-            _NAMES[name] + _details(name, saved.get(name), now.get(name)) for name in differing
-        ]
-        # all but one of the names are plural
-        verb = "has" if len(changes) == 1 and differing[0] in _SINGULAR else "have"
-        raise ValueError(
-            f"{what} began with another model of this name: {' and '.join(changes)} {verb} "
-            f"changed; {advice}, or put the files of the model back as they were"
-        )
+        raise ValueError(_difference(what, saved, now, differing, names, advice))
     if unknown := [
         what
         for name, what in _NAMES.items()
@@ -107,6 +152,30 @@ def check_identity(
             ", ".join(unknown),
         )
     return {**now, **{name: saved[name] for name in _NAMES if name in saved}}
+
+
+def _difference(
+    what: str,
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    differing: Sequence[str],
+    names: tuple[str | None, str | None],
+    advice: str,
+) -> str:
+    """The error for a model with other parts than the one that a job began with."""
+    changes = [_NAMES[name] + _details(name, saved.get(name), now.get(name)) for name in differing]
+    parts = " and ".join(changes)
+    # all but one of the names are plural
+    is_one = len(changes) == 1 and differing[0] in _SINGULAR
+    if not _same_name(*names):
+        return (
+            f"{what} began with the model {names[0]}, and {names[1]} is another one: {parts} "
+            f"{'is' if is_one else 'are'} different; give {names[0]}, or {advice}"
+        )
+    return (
+        f"{what} began with another model of this name: {parts} {'has' if is_one else 'have'} "
+        f"changed; {advice}, or put the files of the model back as they were"
+    )
 
 
 def _same(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

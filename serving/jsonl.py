@@ -133,7 +133,14 @@ def read_settings(path: Path, format: str) -> dict[str, Any]:
 
 
 def check_settings(
-    start: str, saved: Mapping[str, Any], given: Mapping[str, Any], advice: str
+    start: str,
+    saved: Mapping[str, Any],
+    given: Mapping[str, Any],
+    advice: str,
+    *,
+    causes: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] | None = None,
+    as_options: bool = False,
 ) -> None:
     """Checks that settings have not changed since a job started.
 
@@ -142,13 +149,43 @@ def check_settings(
       saved: the settings at that time.
       given: the settings now.
       advice: the end of the error message.
+      causes: by the name of a setting whose values say nothing to a person, the sentence that does.
+        These are compared last, since another setting may be why they differ.
+      notes: by the name of a setting, what is said beside its values.
+      as_options: the settings are options of the command, and named so.
 
     Raises:
       ValueError: a setting has changed.
     """
-    for name in {**saved, **given}:
-        if saved.get(name) != given.get(name):
-            raise ValueError(
-                f"{start} with {name} {json.dumps(saved.get(name))}, not "
-                f"{json.dumps(given.get(name))}; give it as it was, or {advice}"
-            )
+    causes, notes = causes or {}, notes or {}
+    for name in sorted({**saved, **given}, key=lambda name: name in causes):
+        then, now = saved.get(name), given.get(name)
+        if then == now:
+            continue
+        if name in causes:
+            what = causes[name]
+        elif as_options:
+            what = f"{start} {_options(name, then, now)}"
+        else:
+            what = f"{start} with {name} {json.dumps(then)}, not {json.dumps(now)}"
+        note = f"; {notes[name]}" if name in notes else ""
+        raise ValueError(f"{what}{note}; give it as it was, or {advice}")
+
+
+def _options(name: str, then: Any, now: Any) -> str:
+    """The values of an option, as they were given: "with --n 2, not 3", "without --chat, ..."."""
+    option = f"--{name.replace('_', '-')}"
+    if then is None or then is False:
+        return f"without {option}, not with {_option(option, now)}"
+    if now is None or now is False:
+        return f"with {_option(option, then)}, not without it"
+    return f"with {_option(option, then)}, not {_option('', now)}"
+
+
+def _option(option: str, value: Any) -> str:
+    if value is True:
+        return option
+    if isinstance(value, list) and all(isinstance(each, int | str) for each in value):
+        value = ",".join(map(str, value))
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"{option} {text}".strip()

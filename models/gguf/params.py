@@ -1,7 +1,6 @@
 """The parameters of a model from the tensors of a GGUF file."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ from jaxtyping import Shaped
 
 from jaxshare import progress
 from jaxshare.models.config import FAMILIES, ModelConfig
-from jaxshare.models.config_fields import cut
+from jaxshare.models.config_fields import cut, some_of
 from jaxshare.models.gguf.blocks import quantised_blocks
 from jaxshare.models.gguf.file import PLAIN, GGUFFile
 from jaxshare.models.gguf.settings import ROPE_TENSORS, architecture_of
@@ -46,7 +45,6 @@ _MODULES = {
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": _BFLOAT16}
 _OF_GPT_OSS = {("mlp_norm",): "post_attention_norm"}
-_MOST_PROBLEMS = 100
 _PROGRESS_BYTES = 2**30
 """Reading this much takes long enough for a progress bar."""
 
@@ -91,18 +89,11 @@ def match(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[ExpectedTensor
         elif len(shapes[name]) == 1 and file.tensors[name].kind not in PLAIN:
             problems.append(f"{name} is quantised as {file.tensors[name].kind}, but no matrix")
     if problems:
-        listed = sorted(problems, key=_numbered)
-        more = len(listed) - _MOST_PROBLEMS
-        listed = listed[:_MOST_PROBLEMS] + ([f"and {more} more"] if more > 0 else [])
         raise CheckpointError(
-            f"the tensors in {file.path} are not those of its metadata: {'; '.join(listed)}; fetch "
+            f"the tensors in {file.path} are not those of its metadata: {some_of(problems)}; fetch "
             "it again"
         )
     return found
-
-
-def _numbered(text: str) -> list[Any]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
 
 
 def _place(architecture: str, config: ModelConfig, tensor: ExpectedTensor) -> _StoredRows:

@@ -11,6 +11,7 @@ import platform
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -77,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--model",
             default="embedded",
-            help="folder or hub id (default: the model that comes with jaxshare)",
+            help="folder, GGUF file or hub id (default: the model that comes with jaxshare)",
         )
 
     def reporting(self) -> None:
@@ -204,9 +205,33 @@ def alternate[T](sides: Mapping[T, Callable[[], float]], rounds: int) -> dict[T,
     return times
 
 
+_INTERVAL = 60.0
+"""The seconds between two lines where there is no terminal; that of `jaxshare.progress`."""
+
+
+class _LinesAMinute:
+    """Steps as lines of a log."""
+
+    def __init__(self, steps: int):
+        self._steps, self._done, self._last = steps, 0, time.monotonic()
+
+    def say(self, what: str) -> None:
+        """Names the next step; those that were named before it are done."""
+        if (now := time.monotonic()) - self._last >= _INTERVAL:
+            self._last = now
+            print(f"{self._done} of {self._steps} steps, {what}", file=sys.stderr, flush=True)
+        self._done += 1
+
+
 @contextlib.contextmanager
 def progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar of `steps` steps: call the given function with the name of the next step."""
+    """A bar of `steps` steps: call the given function with the name of the next step.
+
+    Where stderr is no terminal, such as in a log, a line a minute has it, as in the commands.
+    """
+    if not sys.stderr.isatty():
+        yield _LinesAMinute(steps).say
+        return
     with tqdm(total=steps, leave=False, file=sys.stderr) as bar:
 
         def say(what: str) -> None:

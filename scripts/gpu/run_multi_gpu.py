@@ -30,7 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model",
         default=str(EMBEDDED),
-        help="folder or hub id (default: the model that comes with jaxshare)",
+        help="folder, GGUF file or hub id (default: the model that comes with jaxshare)",
     )
     parser.add_argument("--data", type=int, default=1, help="groups of rows (default 1)")
     parser.add_argument(
@@ -61,6 +61,15 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.pmap and options.tensor * options.expert * options.kv > 1:
         parser.error("--pmap runs whole models: leave out --tensor, --expert and --kv")
+    if options.data < 1:
+        parser.error(f"--data is {options.data}; it must be at least 1")
+    if options.pmap and options.data > (found := len(jax.devices())):
+        parser.error(
+            f"--data {options.data} with --pmap needs {options.data} devices, but there "
+            f"{'is 1' if found == 1 else f'are {found}'} ({jax.default_backend()}): give --data "
+            f"{found}, or run where there are more (a CPU shows as n devices with "
+            "JAX_NUM_CPU_DEVICES=n)"
+        )
     return options
 
 

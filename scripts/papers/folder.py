@@ -43,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
         "--model",
         default=EMBEDDED,
         metavar="MODEL",
-        help="folder or hub id, or `embedded` for the model that comes with jaxshare (default)",
+        help="folder, GGUF file or hub id, or `embedded` for the model that comes with jaxshare (default)",
     )
     parser.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's own)"

@@ -141,6 +141,7 @@ def collected(job: Job, panel: Panel, seconds: Seconds | None = None) -> dict[st
                 "folder": line.folder,
                 "points": points,
                 "passes_to_90": result["passes_to_90"].get(str(line.workers)),
+                "passes_to_90_at_most": line.workers in result.get("passes_to_90_at_most", ()),
                 **{
                     name: result[name]
                     for name in (

@@ -49,7 +49,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
         "--model",
         action="append",
         metavar="MODEL",
-        help="folder or hub id, or `embedded`; again for several in figures 4 to 6, e2, judge and "
+        help="folder, GGUF file or hub id, or `embedded`; again for several in figures 4 to 6, e2, judge and "
         "levels",
     )
     parser.add_argument(

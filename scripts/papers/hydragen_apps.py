@@ -109,8 +109,8 @@ def run(options: argparse.Namespace, command: str) -> int:
         options.task, options.difficulty = saved["task"], saved["difficulty"]
         options.starter_code = saved["starter_code"]
     task = problems.load_problems(options)
-    for bad in task.bad_lines:
-        print(f"line {bad['line']} of {options.task}: {bad['error']}", file=sys.stderr)
+    for complaint in task.complaints:
+        print(complaint, file=sys.stderr)
     if not options.redraw:
         _sample(options, command, task)
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jaxshare import models
@@ -27,7 +28,7 @@ from scripts.bench.peer import TORCH_PYTHON, WAITING, Worker, WorkerError
 from scripts.papers import folder as folders
 from scripts.papers import hydragen_plots as plots
 from scripts.papers.folder import PaperFolder, plural
-from scripts.papers.hydragen_peers import TORCH_WORKER
+from scripts.papers.hydragen_peers import ABSENT, NOT_MEASURED, TORCH_WORKER, AbsentError
 
 EXPERIMENT = "hydragen attention"
 _SIZES = ("batches", "prefixes", "suffixes")
@@ -160,11 +161,14 @@ def _torch(
     found, python = None, options.torch_python or str(ROOT / TORCH_PYTHON)
     status, versions = "measured", None
     try:
+        if not Path(python).exists():
+            made = "" if options.torch_python else ", which `make parity` makes"
+            raise AbsentError(f"there is no {options.torch_python or TORCH_PYTHON}{made}")
         # Threads that spin would take the cores of the other sides.
         found = stack.enter_context(Worker(python, TORCH_WORKER, WAITING["passive"]))
         versions = found.begin()
-    except (OSError, WorkerError) as error:
-        found, status = None, f"not installed: {error}"
+    except (OSError, WorkerError, AbsentError) as error:
+        found, status = None, f"{ABSENT}: {error}"
     kept.add({"side": SDPA}, {"status": status, "versions": versions})
     return found
 
@@ -189,7 +193,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     for p in results["points"]:
         sides, slower = p["sides"], p["slower_than_shared"]
         shown = [f"{sides[s]['milliseconds']:.3f}" if s in sides else "x" for s in _SHOWN]
-        ratios = [f"{slower[s]['median']:.2f}" if s in slower else "" for s in _SHOWN[1:]]
+        ratios = [f"{slower[s]['median']:.2f}" if s in slower else "x" for s in _SHOWN[1:]]
         at = f"{p['rows']} rows, prefix {p['prefix']}, suffix {p['suffix']}"
         rows.append((at, *shown, *ratios))
     header = ("milliseconds", *_SHOWN, *(f"{side} to shared" for side in _SHOWN[1:]))
@@ -198,9 +202,10 @@ def as_text(report: Mapping[str, Any]) -> str:
         f"bfloat16, medians of {plural(settings['rounds'], 'round')}, {settings['machine']['cores']} "
         f"cores of {settings['machine']['cpu']}"
     )
-    absent = [f"{side}: {s['status']}" for side, s in results["sides"].items()]
-    absent = [line for line in absent if not line.endswith(": measured")]
-    return "\n\n".join([first, table(header, rows), *absent])
+    notes = [NOT_MEASURED] if any("x" in row for row in rows) else []
+    states = [f"{side}: {s['status']}" for side, s in results["sides"].items()]
+    states = [line for line in states if not line.endswith(": measured")]
+    return "\n\n".join([first, table(header, rows), *notes, *states])
 
 
 _SHOWN = (SHARED, UNSHARED, SDPA)

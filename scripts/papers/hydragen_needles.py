@@ -38,6 +38,7 @@ from scripts.papers import folder as folders
 from scripts.papers import hydragen_plots as plots
 from scripts.papers.folder import PaperFolder, plural
 from scripts.papers.hydragen_memory import SideRoom
+from scripts.papers.hydragen_peers import NOT_MEASURED
 
 EXPERIMENT = "hydragen needles"
 SIDES = (SHARED, UNSHARED, NO_ATTENTION)
@@ -338,8 +339,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     settings, rows = report["settings"], []
     for p in report["results"]["points"]:
         times = [f"{p['seconds'][s]:.4f}" if s in p["seconds"] else "x" for s in SIDES]
-        ratio = f"{p['to_shared'][UNSHARED]:.2f}" if UNSHARED in p["to_shared"] else ""
-        right = f"{100 * p['accuracy'][SHARED]:.1f}" if SHARED in p["accuracy"] else ""
+        ratio = f"{p['to_shared'][UNSHARED]:.2f}" if UNSHARED in p["to_shared"] else "x"
+        right = f"{100 * p['accuracy'][SHARED]:.1f}" if SHARED in p["accuracy"] else "x"
         at = f"{p['document_tokens']} tokens, {plural(p['questions'], 'question')}"
         rows.append((at, *times, ratio, right))
     first = (
@@ -347,4 +348,5 @@ def as_text(report: Mapping[str, Any]) -> str:
         f"{settings['answer_tokens']} tokens, medians of {plural(settings['rounds'], 'round')}"
     )
     header = ("seconds", *SIDES, f"{UNSHARED} to shared", "right, %")
-    return f"{first}\n\n{table(header, rows)}"
+    notes = [NOT_MEASURED] if any("x" in row for row in rows) else []
+    return "\n\n".join([first, table(header, rows), *notes])

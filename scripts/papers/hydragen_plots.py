@@ -101,7 +101,7 @@ def _speedups(points: Sequence[Mapping[str, Any]]) -> Any:
                     and side in p["slower_than_shared"]
                 ]
                 if found:
-                    name = f"{'copies' if side == UNSHARED else side}, prefix {prefix}"
+                    name = f"{side}, prefix {prefix}"
                     axes.plot(*zip(*found, strict=True), line, marker="o", color=color, label=name)
         axes.axhline(1, color="#888888", linewidth=1)
         axes.set(title=f"suffix of {suffix}", xscale="log", yscale="log", xlabel="rows")
@@ -143,6 +143,7 @@ def _seconds(points: Sequence[Mapping[str, Any]]) -> Any:
         axes.set(title=f"{here[0]['document_tokens']} tokens", xscale="log", yscale="log")
         axes.set(xlabel="questions")
         powers(axes.xaxis, counts)
+        plain_numbers(axes.yaxis)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("seconds")
     legend(figure, panels, columns=2 if len(panels) == 1 else 4)

@@ -35,7 +35,7 @@ from scripts.papers.folder import PaperFolder, plural
 from scripts.papers.hydragen_memory import SideRoom
 
 EXPERIMENT = "hydragen throughput"
-SIDES = {"shared": SHARED, "copies": UNSHARED, "no-attention": NO_ATTENTION} | {
+SIDES = {"shared": SHARED, "unshared": UNSHARED, "no-attention": NO_ATTENTION} | {
     name: name for name in peers.PEERS
 }
 """By their names on the command line."""
@@ -362,7 +362,8 @@ def as_text(report: dict[str, Any]) -> str:
         texts.append(table((f"{side}, tokens a second", *map(str, prefixes)), rows))
     states = results["sides"].items()
     absent = [f"{side}: {s['status']}" for side, s in states if s["status"] != "measured"]
-    return "\n\n".join([*texts, *absent])
+    notes = [peers.NOT_MEASURED] if any(p["left_out"] for p in points.values()) else []
+    return "\n\n".join([*texts, *notes, *absent])
 
 
 def _cell(point: dict[str, Any], side: str) -> str:

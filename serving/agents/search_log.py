@@ -289,17 +289,13 @@ def tree_picture(run: LoggedRun) -> "Figure":
                 label=label,
                 zorder=2,
             )
-    if len(run.states) <= _MAX_LABELLED:
-        for state in run.states:
-            ax.annotate(
-                _state_label(state),
-                positions[state.path],
-                (4, 6),
-                textcoords="offset points",
-                fontsize=7,
-            )
+    labelled = run.states if len(run.states) <= _MAX_LABELLED else ()
+    for state in labelled:
+        place = positions[state.path]
+        ax.annotate(_state_label(state), place, (4, 6), textcoords="offset points", fontsize=7)
+    labels = "\nat a state: what it waits for, in which line, and after a colon its score"
     ax.set_title(
-        f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls",
+        f"{run.agent} under {run.supervisor}: {len(run.states)} states, {run.calls} model calls{labels * bool(labelled)}",
         loc="left",
         fontsize=10.5,
     )
@@ -337,8 +333,8 @@ def _state_label(state: LoggedState) -> str:
     elif state.waits_for == "end":
         wait = "end"
     else:
-        wait = f"{state.waits_for} {state.line}"
-    return wait if state.score is None else f"{wait} {state.score:.3g}"
+        wait = f"{state.waits_for}, line {state.line}"
+    return wait if state.score is None else f"{wait}: {state.score:.3g}"
 
 
 def _positions(run: LoggedRun) -> dict[tuple[int, ...], tuple[float, float]]:

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument(
         "--model",
         metavar="PATH",
-        help="folder or hub id, `embedded` for the model that comes with jaxshare, or `scripted` "
+        help="folder, GGUF file or hub id, `embedded` for the model that comes with jaxshare, or `scripted` "
         "for the file's own answers (default: the file's MODEL, or else embedded)",
     )
     agent_models.add_arguments(run_parser)

@@ -32,7 +32,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="folder or hub id, or `embedded` for the model that comes with jaxshare",
+        help="folder, GGUF file or hub id, or `embedded` for the model that comes with jaxshare",
     )
 
 
@@ -283,6 +283,30 @@ def add_logprobs(parser: argparse.ArgumentParser, where: str) -> None:
         metavar="N",
         help=f"{where} also the N likeliest tokens in each place, up to 20",
     )
+
+
+def check_logprobs(options: argparse.Namespace) -> None:
+    """Raises ValueError where --logprobs or --top-logprobs would be ignored, without --json."""
+    for name in ("top_logprobs", "logprobs"):
+        if getattr(options, name) and not options.json:
+            raise ValueError(
+                f"--{name.replace('_', '-')} needs --json, whose object has log-probabilities; texts "
+                "alone have none"
+            )
+
+
+def need_tokenizer(model: LoadedModel, name: str) -> None:
+    """Raises ValueError for a model without a tokenizer, where a command reads texts.
+
+    Args:
+      model: that was loaded.
+      name: by which it was.
+    """
+    if model.tokenizer is None:
+        raise ValueError(
+            f"the model folder {name} has no tokenizer, and this command reads texts; add the "
+            "tokenizer's files (tokenizer.json and tokenizer_config.json) to it"
+        )
 
 
 def parse_numbers(option: str, text: str | None) -> list[int]:

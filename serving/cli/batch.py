@@ -29,14 +29,13 @@ from jaxshare.serving import jsonl
 from jaxshare.serving.branches.batch_input import Item, read_input
 from jaxshare.serving.branches.data_parallel import branches
 from jaxshare.serving.branches.prompt_tree import Branch
-from jaxshare.serving.cli import arguments, batch_output, request_batch
-from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key, open_existing, same_model
+from jaxshare.serving.cli import arguments, batch_output, request_batch, resuming
+from jaxshare.serving.cli.batch_output import AGAIN, OTHER, Key, known_model, open_existing
 from jaxshare.serving.cluster import process_mesh, ray_pool
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.shards import Shards
 from jaxshare.serving.errors import RefusedInputError
 from jaxshare.serving.greedy import warn_of_greedy
-from jaxshare.serving.identity import identity
 from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
 from jaxshare.serving.locks import OutputLock
 
@@ -116,9 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     process_mesh.add_arguments(parser)
     ray_pool.add_arguments(parser)
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the job that started the output"
-    )
+    resuming.add_resume(parser, "the job that started the output")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout at the end")
     arguments.add_sampling(parser)
     arguments.add_stops(parser)
@@ -189,11 +186,13 @@ def run_job(
             file = files.enter_context(open_existing(output, options.resume))
             finished, checksums = batch_output.read_finished(job, settings, file)
             if finished:
+                batch_output.check_finished(output, job, settings, load)
                 return _report(options, finished, finished["completions"])
             before = batch_output.read_keys(file, output, checksums)
-
+        elif options.resume:
+            resuming.say_new("job", output)
         model = load()
-        known = identity(model) if file is None else same_model(output, job, settings, model)
+        known = known_model(output, job, settings, model, is_new=file is None)
         items, bad_lines = _read_items(options, sampling, data, model)
         order = _order(items)
         skip = _skipped(before, order, output)
@@ -203,8 +202,6 @@ def run_job(
             batch_output.write_job(job, settings, known)
             file = files.enter_context(jsonl.open_alone(output, "xb", OTHER))
         if engine:
-            for note in engine.notes:
-                print(f"jaxshare: {note}", file=sys.stderr)
             _sample(options, engine, items, file, len(before), len(order))
         lines = batch_output.sorted_lines(output, order)
         finished = {"completions": len(order), "prompts": len(items), "bad_lines": bad_lines}
@@ -273,8 +270,7 @@ def _read_items(
 ) -> tuple[list[Item], list[dict[str, Any]]]:
     """The prompts of the input, and its bad lines, which are named on stderr."""
     items, bad_lines = read_input(data, model, options, _sampler(model, sampling))
-    for bad in bad_lines:
-        print(f"line {bad['line']}: {bad['error']}", file=sys.stderr)
+    resuming.say_bad(options.input, bad_lines)
     if not items:
         raise RefusedInputError(
             f"no line of the input {options.input} can be run; give at least one such as "
@@ -353,7 +349,9 @@ def _sample(
     before: int,
     total: int,
 ) -> None:
-    """Writes completions to the file as they finish."""
+    """Writes completions to the file as they finish; says first what was chosen for the run."""
+    for note in engine.notes:
+        print(f"jaxshare: {note}", file=sys.stderr)
     done, max_tokens = before, options.max_new_tokens
     at_most = (total - before) * max_tokens
     with progress.work("prefill") as work:
@@ -421,6 +419,8 @@ def _report(
             f"the job is complete: all {before} completions are in {options.output}",
             file=sys.stderr,
         )
+    if bad_lines := finished["bad_lines"]:
+        print(resuming.count_bad(options.input, bad_lines), file=sys.stderr)
     if options.json:
         report = {
             **finished,
@@ -443,4 +443,4 @@ def _report(
             "the others are complete",
             file=sys.stderr,
         )
-    return _INCOMPLETE if failed or finished["bad_lines"] else 0
+    return _INCOMPLETE if failed or bad_lines else 0

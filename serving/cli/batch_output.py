@@ -6,7 +6,7 @@ have none: their checksums are in OUTPUT.job.
 
 import contextlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +15,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.paths import reason
 from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.errors import RefusedInputError
-from jaxshare.serving.identity import check_identity
+from jaxshare.serving.identity import check_identity, files_stamp, identity, is_surely_same
 
 Key = tuple[int, tuple[int, ...], int]
 """A completion: the line of its prompt, the path of its branch in that line's tree, its number."""
@@ -25,6 +25,9 @@ OTHER, AGAIN = "give another --output", "--resume goes on with the job"
 
 _FORMAT, _FORMER = "jaxshare batch job 3", "jaxshare batch job 2"
 """The format of a job, and that of the version before, which has neither "model" nor "share"."""
+_CHANGED_INPUT = (
+    "the input file has changed since the job began, whose completions would be of two inputs"
+)
 _RESULT = {
     "line": int,
     "index": int,
@@ -118,38 +121,69 @@ def read_finished(
         raise ValueError(
             f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {OTHER}"
         ) from error
-    jsonl.check_settings(f"the job of {output} began", then, settings, OTHER)
+    jsonl.check_settings(
+        f"the job of {output} began",
+        # a model is compared by its parameters, which may be in another folder now
+        {**then, "model": settings["model"]},
+        settings,
+        OTHER,
+        causes={"input": _CHANGED_INPUT, "form": "the lines of the input had another form"},
+        as_options=True,
+    )
     unchanged = digest == jsonl.sha256(read_file(output, "output"))
     return finished if unchanged else None, lines
 
 
-def read_model(job: Path) -> dict[str, Any]:
-    """The identity of the model that a job began with, as far as its file has it.
+def _read_model(job: Path) -> tuple[dict[str, Any], str | None]:
+    """The identity of the model that a job began with, as far as its file has it, and its name.
 
     Raises:
       ValueError: the file is damaged; `read_finished` has found the rest.
     """
     try:
-        return {**checksums.loads(job.read_bytes()).get("model", {})}
+        saved = checksums.loads(job.read_bytes())
+        return {**saved.get("model", {})}, saved["settings"].get("model")
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{job} cannot be read or is damaged ({type(error).__name__}: {error}); {OTHER}"
         ) from error
 
 
-def same_model(
-    output: Path, job: Path, settings: Mapping[str, Any], model: LoadedModel
+def known_model(
+    output: Path, job: Path, settings: Mapping[str, Any], model: LoadedModel, *, is_new: bool
 ) -> dict[str, Any]:
-    """The identity of the model of a job that goes on, which is saved where it was not.
+    """The identity of the model of a job, and what tells if its files have changed.
+
+    It is saved where a job that goes on has not saved it.
 
     Raises:
-      ValueError: the job began with another model of this name.
+      ValueError: the job began with another model.
     """
-    saved = read_model(job)
-    known = check_identity(f"the job of {output}", saved, model, OTHER)
+    stamp = files_stamp(settings["model"])
+    if is_new:
+        return {**identity(model), **stamp}
+    saved, name = _read_model(job)
+    names = name, settings["model"]
+    known = {**check_identity(f"the job of {output}", saved, model, OTHER, names), **stamp}
     if known != saved:
         write_job(job, settings, known)
     return known
+
+
+def check_finished(
+    output: Path, job: Path, settings: Mapping[str, Any], load: Callable[[], LoadedModel]
+) -> None:
+    """Checks that a finished job was of the model that is named now.
+
+    The model is loaded only where its name or its files are not those that they were.
+
+    Raises:
+      ValueError: the job was of another model.
+    """
+    saved, name = _read_model(job)
+    if not is_surely_same(saved, name, settings["model"]):
+        names = name, settings["model"]
+        check_identity(f"the job of {output}", saved, load(), OTHER, names)
 
 
 def open_existing(output: Path, resume: bool) -> BinaryIO:

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="folder or hub id, or `embedded`: its heads and dtype are what is measured",
+        help="folder, GGUF file or hub id, or `embedded`: its heads and dtype are what is measured",
     )
     arguments.add_dtype(parser)
     arguments.add_json(parser)

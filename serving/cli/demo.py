@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="folder or hub id of a chat model; default the one that comes with jaxshare",
+        help="folder, GGUF file or hub id of a chat model; default the one that comes with jaxshare",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the problem and the samples (default 0)"

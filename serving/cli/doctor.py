@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="folder or hub id of a model whose attention the backends are asked for; its weights "
+        help="folder, GGUF file or hub id of a model whose attention the backends are asked for; its weights "
         "are not read (default: the shape of Llama 3.1 8B)",
     )
     parser.add_argument(

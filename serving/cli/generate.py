@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
     """
     # Errors that do not depend on the model are raised before it is loaded.
     sampling = arguments.sampling_of(options)
+    arguments.check_logprobs(options)
     if not 1 <= options.n <= MAX_COMPLETIONS:
         raise ValueError(
             f"--n is {options.n}; ask for at least 1 completion and at most {MAX_COMPLETIONS}"
@@ -85,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
     mesh = process_mesh.mesh_of(options)
 
     model: Any = arguments.load_model(options, mesh)
-    if options.chat and (model.tokenizer is None or not model.tokenizer.chat_template):
+    arguments.need_tokenizer(model, options.model)
+    if options.chat and not model.tokenizer.chat_template:
         raise ValueError(
             f"{options.model} has no chat template; leave out --chat and write the prompt as the "
             "model expects it"

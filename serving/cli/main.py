@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxshare import __version__, compile_cache, garbage, progress
 from jaxshare.compile_time import reported_compiles
@@ -179,6 +179,10 @@ class _Parser(argparse.ArgumentParser):
             help="where compiled programs are kept for later runs, or `off` (default: "
             f"${compile_cache.VARIABLE}, or the user's cache folder)",
         )
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line in place of the usage, which may be thirty."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 class _CommandParser(_Parser):

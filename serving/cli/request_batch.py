@@ -10,6 +10,7 @@ there after a kill, and `--resume` goes on with the others.
 import argparse
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -21,13 +22,12 @@ from typing import Any, BinaryIO
 from jaxshare import models, progress
 from jaxshare.paths import check_file
 from jaxshare.serving import checksums, jsonl
-from jaxshare.serving.cli import arguments, batch_output
+from jaxshare.serving.cli import arguments, batch_output, resuming
 from jaxshare.serving.cli.batch_output import AGAIN, OTHER
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.errors import RefusedInputError
 from jaxshare.serving.http.batches.lines import BatchLine, is_batch_line, read_lines
-from jaxshare.serving.identity import identity
 from jaxshare.serving.locks import OutputLock
 
 _PACKAGES = ("fastapi", "pydantic", "uvicorn")
@@ -76,7 +76,7 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
     _check(options, sampling)
     with batch_output.refusing():
         data = batch_output.read_file(options.input, "input")
-    lines, bad_lines = _read_lines(data)
+    lines, bad_lines = _read_lines(data, options.input)
     if not lines:
         raise RefusedInputError(f"no line of the input {options.input} can be run")
     output, job = Path(options.output), Path(f"{options.output}.job")
@@ -88,6 +88,8 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
         **{name: getattr(options, name) for name in ("model", "seed", "dtype")},
         **({"adapter": options.adapter} if options.adapter else {}),
     }
+    mesh = process_mesh.mesh_of(options)
+    load = functools.partial(arguments.load_model, options, mesh, several=True)
     with contextlib.ExitStack() as files:
         files.enter_context(OutputLock.of_file(output, OTHER))
         file, done, known_lines = None, set[str](), ()
@@ -95,15 +97,16 @@ def run_job(options: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
             file = files.enter_context(batch_output.open_existing(output, options.resume))
             finished, known_lines = batch_output.read_finished(job, settings, file)
             if finished:
+                batch_output.check_finished(output, job, settings, load)
                 return _report(options, finished, finished["completions"])
             done = _read_done(file, output, {line.custom_id for line in lines}, known_lines)
-        model = arguments.load_model(options, process_mesh.mesh_of(options), several=True)
+        elif options.resume:
+            resuming.say_new("job", output)
+        model = load()
+        known = batch_output.known_model(output, job, settings, model, is_new=file is None)
         if file is None:
-            known = identity(model)
             batch_output.write_job(job, settings, known)
             file = files.enter_context(jsonl.open_alone(output, "xb", OTHER))
-        else:
-            known = batch_output.same_model(output, job, settings, model)
         left = [line for line in lines if line.custom_id not in done]
         _answer(options, model, names, left, len(lines), file)
         written = _sorted_lines(output, lines)
@@ -148,7 +151,7 @@ def _check(options: argparse.Namespace, sampling: Mapping[str, Any]) -> None:
         )
 
 
-def _read_lines(data: bytes) -> tuple[list[BatchLine], list[dict[str, Any]]]:
+def _read_lines(data: bytes, file: str) -> tuple[list[BatchLine], list[dict[str, Any]]]:
     """The lines of the input, and the bad ones, which are named on stderr."""
     lines, bad_lines = [], []
     for found in read_lines(data.split(b"\n"), None):
@@ -156,7 +159,7 @@ def _read_lines(data: bytes) -> tuple[list[BatchLine], list[dict[str, Any]]]:
             lines.append(found)
         else:
             bad_lines.append({"line": found.number, "error": str(found)})
-            print(f"line {found.number}: {found}", file=sys.stderr)
+    resuming.say_bad(file, bad_lines)
     return lines, bad_lines
 
 
@@ -292,8 +295,10 @@ def _report(options: argparse.Namespace, finished: Mapping[str, Any], before: in
             f"jaxshare: {failed} of them ended with an error, which the output tells",
             file=sys.stderr,
         )
+    if bad_lines := finished["bad_lines"]:
+        print(resuming.count_bad(options.input, bad_lines), file=sys.stderr)
     if options.json:
         print(json.dumps({**finished, "output": options.output, "resumed": before}))
-    if failed or finished["bad_lines"]:
+    if failed or bad_lines:
         return _REFUSED
     return 0

@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--top-logprobs is {options.top_logprobs}; it must be 0 to {MOST_LOGPROBS}"
         )
+    if options.top_logprobs and not options.json:
+        raise ValueError("--top-logprobs needs --json, whose object has them; the table has none")
     sampling = arguments.sampling_of(options)
     if sampling and options.logprobs == RAW:
         raise ValueError(
@@ -73,9 +75,9 @@ def run(options: argparse.Namespace) -> int:
         prefix = arguments.read_text("prefix", None, options.prefix_file)
     elif options.prefix:
         prefix = options.prefix
-    lines = arguments.read_text("list of candidates", None, options.candidates).split("\n")
-    candidates = lines[:-1] if not lines[-1] else lines
+    candidates = _candidates(options.candidates)
     model = arguments.load_model(options, process_mesh.mesh_of(options))
+    arguments.need_tokenizer(model, options.model)
     sampler = None
     if options.logprobs == PROCESSED:
         sampler = dataclasses.replace(default_sampler(model), **sampling)
@@ -91,6 +93,22 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_table(candidates, scores)
     return 0
+
+
+def _candidates(file: str) -> list[str]:
+    """The lines of a file.
+
+    Raises:
+      ValueError: it cannot be read, or has an empty line.
+    """
+    lines = arguments.read_text("list of candidates", None, file).split("\n")
+    lines = lines[:-1] if not lines[-1] else lines
+    if "" in lines:
+        place = "stdin" if file == "-" else file
+        raise ValueError(
+            f"line {lines.index('') + 1} of {place} is empty; take it out: each line is a candidate"
+        )
+    return lines
 
 
 def _as_json(score: TextScore) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="folder or hub id: its config.json gives heads, head dim and dtype",
+        help="folder, GGUF file or hub id: its config.json gives heads, head dim and dtype",
     )
     parser.add_argument("--heads", type=int, metavar="H", help="query heads, in place of --model")
     parser.add_argument("--kv-heads", type=int, metavar="K", help="heads of the cache")

@@ -14,7 +14,7 @@ from jaxshare import FinishReason, progress
 from jaxshare.models import LoadedModel
 from jaxshare.paths import check_file, check_folder, reason
 from jaxshare.serving.checkpoints import SaveError, has_checkpoints
-from jaxshare.serving.cli import arguments
+from jaxshare.serving.cli import arguments, resuming
 from jaxshare.serving.cli.display import Streams, console_for
 from jaxshare.serving.cluster import process_mesh
 from jaxshare.serving.greedy import warn_of_greedy
@@ -134,11 +134,7 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="forward passes between two saves (default 256)",
     )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with the session that the same command has saved in --checkpoint",
-    )
+    resuming.add_resume(parser, "the session that the same command has saved in --checkpoint")
     parser.add_argument(
         "--resume-from",
         type=int,
@@ -192,6 +188,7 @@ def _solve(
     """Runs the session with its outputs locked, and prints and writes its result."""
     resumed = _is_resumed(options)
     model = arguments.load_model(options, mesh)
+    arguments.need_tokenizer(model, options.model)
     settings = _settings(options, model, sampling, problem, names)
     warn_of_greedy(model, settings["sampler"], discouraged=presets.advises_sampling(options.format))
     if resumed:
@@ -239,6 +236,8 @@ def _is_resumed(options: argparse.Namespace) -> bool:
                 f"--resume-from is {options.resume_from}, but {options.checkpoint} has no "
                 "checkpoint; give the folder of one"
             )
+        if options.resume and process_mesh.speaks():
+            resuming.say_new("session", options.checkpoint)
         return False
     if not options.resume and options.resume_from is None:
         raise ValueError(

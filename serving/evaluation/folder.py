@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,7 +11,7 @@ from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.evaluation import provenance, runs, scoring
 from jaxshare.serving.evaluation.runs import Run
 from jaxshare.serving.evaluation.scoring import Point
-from jaxshare.serving.identity import check_identity, identity
+from jaxshare.serving.identity import check_identity, files_stamp, identity, is_surely_same
 
 SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = (
     "settings.json",
@@ -54,13 +54,41 @@ def open_runs(
         raise ValueError(
             f"{folder} has an evaluation already; --resume goes on with it, or {OTHER}"
         )
+    then = read_settings(folder)
+    # a model is compared by its parameters, which may be in another folder now
+    then["model"] = settings["model"]
     jsonl.check_settings(
-        f"the evaluation in {folder} began", read_settings(folder), settings, OTHER
+        f"the evaluation in {folder} began",
+        _compared(then),
+        _compared(settings),
+        OTHER,
+        causes=_CAUSES,
+        notes=_NOTES,
+        as_options=True,
     )
     if not os.path.lexists(folder / RUNS):  # a kill came between the two files
         return None, []
     file = files.enter_context(jsonl.open_alone(folder / RUNS, "r+b", OTHER))
     return file, runs.read_runs(file, folder / RUNS, keys)
+
+
+_CAUSES = {
+    "problems": "the task's problems are not those that the evaluation began with: its file, "
+    "--data-dir, --questions, --dates or --seed is another one",
+    "texts of the format": "the texts of --format have changed since the evaluation began",
+}
+_NOTES = {
+    "samples": "problems cannot be added",
+    "budgets": "budgets cannot be added",
+    "workers": "numbers of workers cannot be added",
+    "seeds": "seeds cannot be added",
+}
+
+
+def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are compared: a format by its name, and then by its texts."""
+    format = settings.get("format") or {"name": None, "texts": None}
+    return {**settings, "format": format["name"], "texts of the format": format["texts"]}
 
 
 def create_runs(
@@ -87,16 +115,35 @@ def read_settings(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def check_model(folder: Path, model: LoadedModel) -> dict[str, Any]:
+def check_model(folder: Path, model: LoadedModel, name: str) -> dict[str, Any]:
     """The identity of the model (`jaxshare.serving.identity`), for the settings of the folder.
 
+    Args:
+      folder: of the evaluation.
+      model: that is loaded.
+      name: by which it is named now.
+
     Raises:
-      ValueError: the evaluation in the folder began with another model of this name.
+      ValueError: the evaluation in the folder began with another model.
     """
     if not os.path.lexists(folder / SETTINGS):
-        return identity(model)
+        return {**identity(model), **files_stamp(name)}
     saved = checksums.loads((folder / SETTINGS).read_bytes())
-    return check_identity(f"the evaluation in {folder}", saved, model, OTHER)
+    names = saved["settings"].get("model"), name
+    return check_identity(f"the evaluation in {folder}", saved, model, OTHER, names)
+
+
+def check_finished(folder: Path, name: str, load: Callable[[], LoadedModel]) -> None:
+    """Checks that a finished evaluation was of the model that is named now.
+
+    The model is loaded only where its name or its files are not those that they were.
+
+    Raises:
+      ValueError: the evaluation was of another model.
+    """
+    saved = checksums.loads((folder / SETTINGS).read_bytes())
+    if not is_surely_same(saved, saved["settings"].get("model"), name):
+        check_model(folder, load(), name)
 
 
 def check_code(folder: Path) -> None:
@@ -126,7 +173,7 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     """
     saved = checksums.loads((folder / SETTINGS).read_bytes())
     about = {name: saved[name] for name in ("task_options", "versions", "code") if name in saved}
-    known = {"format", "settings", checksums.FIELD, *about}
+    known = {"format", "settings", "files", checksums.FIELD, *about}
     return {"model": {name: saved[name] for name in saved if name not in known}, **about}
 
 

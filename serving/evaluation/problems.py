@@ -112,7 +112,7 @@ class Task:
       name: of the task, or its file.
       problems: in order.
       answer_tokens: maximum tokens of an answer that is requested early.
-      bad_lines: of the file: [{"line": number, "error": reason}].
+      bad_lines: of the files: [{"file": path, "line": number, "error": reason}].
     """
 
     name: str
@@ -124,6 +124,11 @@ class Task:
     def digest(self) -> str:
         """A hash of all problems."""
         return jsonl.sha256(json.dumps([problem.described for problem in self.problems]).encode())
+
+    @property
+    def complaints(self) -> list[str]:
+        """A sentence for each bad line, which names the file, the line and what is wrong with it."""
+        return [f"{bad['file']}, line {bad['line']}: {bad['error']}" for bad in self.bad_lines]
 
     @property
     def needs_mathematics(self) -> bool:

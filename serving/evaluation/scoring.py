@@ -309,12 +309,21 @@ def passes_to(points: Iterable[Point], accuracy: float) -> dict[int, float | Non
     """The forward passes until each number of workers reaches an accuracy for the first time.
 
     Budgets are interpolated linearly. Where the smallest budget is enough, the result is that
-    budget; where none is enough, None.
+    budget, and an upper bound (`at_smallest_budget`); where none is enough, None.
     """
     by_workers: dict[int, list[Point]] = collections.defaultdict(list)
     for point in sorted(points, key=lambda point: point.budget):
         by_workers[point.workers].append(point)
     return {workers: _first(line, accuracy) for workers, line in sorted(by_workers.items())}
+
+
+def at_smallest_budget(points: Iterable[Point], accuracy: float) -> list[int]:
+    """The numbers of workers whose smallest budget is enough, so that `passes_to` is a bound."""
+    smallest: dict[int, Point] = {}
+    for point in points:
+        least = smallest.setdefault(point.workers, point)
+        smallest[point.workers] = min(least, point, key=lambda each: each.budget)
+    return sorted(n for n, point in smallest.items() if point.accuracy >= accuracy)
 
 
 def _first(line: Sequence[Point], accuracy: float) -> float | None:

@@ -53,7 +53,7 @@ def load_task(
         a list of answers if it has several questions, or {"problem": "...", "tests": "..."}; with
         an optional "id".
       samples: number of problems, from the first; default 128 of those that are generated or
-        grouped, and all of a file.
+        grouped, where there are as many, and all of a file.
       questions: minimum and maximum number of questions of a generated problem.
       data: the folder of the data sets, or the file of this one; default $JAXSHARE_DATA.
       dates: of LiveCodeBench, two dates such as "2024-08-01,2025-01-31": problems of contests
@@ -75,7 +75,7 @@ def load_task(
     if name in (SUMS, TYPED, DEPENDENT):
         return _generated(name, _SAMPLES if samples is None else samples, questions)
     if name == GSM8K5:
-        return _gsm8k5(_SAMPLES if samples is None else samples, data)
+        return _gsm8k5(samples, data)
     if name in _DATA_SETS:
         if dates is not None:
             return read_data_set(name, _DATA_SETS[name], data, samples, programs.dates(dates))
@@ -120,21 +120,27 @@ def _generated(name: str, samples: int, questions: tuple[int, int]) -> Task:
 # GSM8K by five, and files of one's own.
 
 
-def _gsm8k5(samples: int, data: str | Path | None) -> Task:
+def _gsm8k5(samples: int | None, data: str | Path | None) -> Task:
     """Groups the questions of GSM8k by five, each in one group alone (section 4.1)."""
     singles = read_data_set(GSM8K5, mathematics.GSM8K, data)
     groups = [
         singles.problems[i : i + _GROUP]
         for i in range(0, len(singles.problems) - _GROUP + 1, _GROUP)
     ]
-    check_enough(GSM8K5, samples, len(groups))
+    if not groups:
+        raise ValueError(
+            f"{GSM8K5} asks {_GROUP} questions at once, and its file has {len(singles.problems)} that can be "
+            "read; give the file as it is published"
+        )
+    if samples is not None:
+        check_enough(GSM8K5, samples, len(groups))
     problems = [
         Problem(
             "+".join(p.id for p in group),
             _GSM8K + "\n ".join(f"{i}. {p.text}" for i, p in enumerate(group, 1)),
             tuple(p.answers[0] for p in group),
         )
-        for group in groups[:samples]
+        for group in groups[: _SAMPLES if samples is None else samples]
     ]
     return Task(GSM8K5, tuple(problems), 64, singles.bad_lines)
 

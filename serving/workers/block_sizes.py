@@ -119,10 +119,12 @@ def _no_room(prompt: int, problem: int, needed: int, context: int) -> ValueError
     longer = (
         "the problem is the longer part: shorten it"
         if 2 * problem > prompt
-        else "the rules are the longer part: choose a format with fewer words"
+        else "the rules are the longer part: give a format with fewer words (--format, format=), "
+        "such as collaborative+no-examples, which leaves out the worked examples"
     )
     return ValueError(
         f"the prompt has {prompt} tokens, {problem} of the problem and {prompt - problem} of the "
         f"rules, and the workers need room for {needed} more, but the model's context holds "
-        f"{context}; {longer}, or give the workers less room"
+        f"{context}; {longer}, or ask for fewer workers (--workers, names=), a smaller budget "
+        "(--budget or --budgets, budget=) or smaller blocks for steps (step_tokens=)"
     )

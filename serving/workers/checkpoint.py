@@ -49,6 +49,7 @@ class SessionMetadata:
 
     Attributes:
       model, tokenizer: fingerprints of both.
+      model_name: by which the model was loaded; "" where a former version has saved it.
       context: the longest text, in tokens, that the model was prepared for
         (`ModelConfig.for_context`).
       settings: the arguments of `Workers` by name; a layout function is None.
@@ -60,6 +61,7 @@ class SessionMetadata:
     """
 
     model: str
+    model_name: str
     tokenizer: str
     context: int
     settings: Mapping[str, Any]
@@ -81,6 +83,7 @@ class SessionMetadata:
         """The metadata of a session, as it is now."""
         return cls(
             model=session.loaded.fingerprint,
+            model_name=session.loaded.name,
             tokenizer=session.texts.codec.fingerprint,
             context=session.context,
             settings=session.settings,
@@ -119,6 +122,7 @@ class SessionMetadata:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Self:
         """The metadata that `as_json` has written; other keys are left out."""
+        given = {"model_name": "", **given}
         reason = given["finish_reason"]
         return cls(
             **{
@@ -225,9 +229,12 @@ class SavedSession:
           ValueError: a layout or a kind that is needed and not given.
         """
         if not same_fingerprint(self.metadata.model, model.fingerprint):
+            name = self.metadata.model_name
+            before, now = f" ({name})" * bool(name), f" {model.name}" * bool(model.name)
             raise SaveError(
-                f"{self._name} is of a session of another model, or of the same one with "
-                "parameters of another dtype; restore it with the model that it was saved with"
+                f"{self._name} is of a session of another model{before} than{now or ' this one'}, or "
+                "of the same one with parameters of another dtype; restore it with the model that it "
+                "was saved with"
             )
         check_approximation(self._saved, model.approximate_kv)
         saved_layout = self.metadata.settings["layout"]

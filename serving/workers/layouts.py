@@ -211,8 +211,8 @@ def layout_maker(layout: str | WorkersLayout | MakeLayout) -> MakeLayout:
         return layout
     if layout not in LAYOUTS:
         raise ValueError(
-            f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}, a function of names "
-            "and format, or a WorkersLayout"
+            f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}, or in a program a "
+            "function of names and format, or a WorkersLayout"
         )
     return LAYOUTS[layout]
 

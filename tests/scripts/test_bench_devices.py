@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from scripts.bench import devices as bench
+from scripts.gpu import run_multi_gpu
 from tests.helpers import TINY
 from tests.paths import ROOT
 
@@ -141,3 +143,12 @@ def test_the_program_to_copy_from_writes_the_same_on_every_mesh(flags):
         f"group {g}, row {r}" for g in range(2) for r in range(2)
     ]
     assert lines[:2] == run().splitlines()
+
+
+def test_more_groups_than_devices_are_refused_before_anything_is_loaded(monkeypatch, capsys):
+    count = len(jax.devices())
+    for data, words in ((count + 1, f"needs {count + 1} devices, but there"), (0, "at least 1")):
+        monkeypatch.setattr(sys, "argv", ["run_multi_gpu", "--data", str(data), "--pmap"])
+        with pytest.raises(SystemExit):
+            run_multi_gpu.main()
+        assert words in capsys.readouterr().err

@@ -198,3 +198,15 @@ def test_a_python_without_torch_is_refused_before_any_work(capfd):
     assert bench_decode.main(QUICK) == 2
     said = capfd.readouterr().err
     assert "No module named 'torch'" in said and "--torch-python" in said and said.count("\n") == 1
+
+
+def test_a_log_has_a_line_a_minute_in_place_of_a_bar(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(benchlib.time, "monotonic", lambda: now[0])
+    with benchlib.progress(40) as say:
+        for step in range(40):
+            now[0] = 7.0 * step
+            say(f"step {step}")
+    said = capsys.readouterr().err
+    # 63 s is the first moment after a minute, and each later line is a minute after the one before.
+    assert said.splitlines() == [f"{n} of 40 steps, step {n}" for n in (9, 18, 27, 36)]

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from jaxshare import progress
 from jaxshare.compile_time import Stopwatch
 from jaxshare.models import LoadedModel
-from jaxshare.serving.cli import arguments
+from jaxshare.serving.cli import arguments, resuming
 from jaxshare.serving.cli.evaluation import report
 from jaxshare.serving.cli.evaluation.plan import EvaluationPlan
 from jaxshare.serving.cluster import process_mesh, ray_pool
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--samples",
         type=int,
         metavar="N",
-        help="the first N problems (default: 128 that are generated or grouped, all of a file)",
+        help="the first N problems (default: up to 128 that are generated or grouped, all of a file)",
     )
     parser.add_argument(
         "--questions",
@@ -132,9 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for all texts, scores, the table and the plot",
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with the evaluation that started the folder"
-    )
+    resuming.add_resume(parser, "the evaluation that started the folder")
     process_mesh.add_arguments(parser, groups="runs")
     ray_pool.add_arguments(parser)
     arguments.add_json(parser)
@@ -202,12 +200,16 @@ def run_evaluation(
         if len(before) < len(plan.keys):
             evaluation_folder.check_code(folder)
             model = load()
-            identity = evaluation_folder.check_model(folder, model)
+            identity = evaluation_folder.check_model(folder, model, options.model)
             specs = [spec for spec in plan.specs(model) if spec.key not in before]
             if file is None:
+                if options.resume:
+                    resuming.say_new("evaluation", folder)
                 about = {**identity, **evaluation_folder.provenance_of(plan.task_options)}
                 file = evaluation_folder.create_runs(files, folder, plan.settings, about)
             refused = _execute(make_execute(model), specs, file, made, len(plan.keys), folder)
+        else:
+            evaluation_folder.check_finished(folder, options.model, load)
         made = [run for run in made if run.problem not in refused]
         if not made:
             problem, error = next(iter(refused.items()))

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ from jaxshare.serving.workers.layouts import MAX_WORKERS
 from jaxshare.serving.workers.prompts import presets
 from jaxshare.serving.workers.prompts.format import Format
 
+_OF_STREAMS = ("self-consistency", "vote")
+"""Methods whose streams differ by what they draw alone."""
+_log = logging.getLogger("jaxshare")
 _MAX_RUNS = 1_000_000
 """The most runs of an evaluation; each is a line in its folder."""
 
@@ -79,8 +83,8 @@ class EvaluationPlan:
             format = presets.format_named(options.format, plain=options.method != "workers")
         settings = _settings(options, sampling, chosen, budgets, task, format)
         beside = [folder.read_lines(Path(name), settings) for name in options.beside]
-        for bad in task.bad_lines:
-            print(f"line {bad['line']} of {task.name}: {bad['error']}", file=sys.stderr)
+        for complaint in task.complaints:
+            print(complaint, file=sys.stderr)
         if len(task.problems) * options.seeds * len(chosen) > _MAX_RUNS:
             raise ValueError(
                 f"--seeds {options.seeds} with {len(task.problems)} problems and {len(chosen)} "
@@ -112,6 +116,11 @@ class EvaluationPlan:
             raise ValueError(
                 f"--seeds is {options.seeds}, but at temperature 0 all of them would write the "
                 "same; give a --temperature, or one seed"
+            )
+        if sampler.temperature == 0 and options.method in _OF_STREAMS and self.workers[-1] > 1:
+            _log.warning(
+                "all %d streams will be equal, because temperature is 0; give --temperature 0.7",
+                self.workers[-1],
             )
         return runs.run_specs(
             self.task.problems,
@@ -160,7 +169,10 @@ def _range(text: str) -> tuple[int, int]:
     """The smallest and the largest number of "5" or "5-10"."""
     if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())):
         raise ValueError(f"--questions is {text!r}; give a number such as 5, or two such as 5-10")
-    return int(match[1]), int(match[2] or match[1])
+    first, last = int(match[1]), int(match[2] or match[1])
+    if first > last:
+        raise ValueError(f"--questions is {text}, a range in reverse; give {last}-{first}")
+    return first, last
 
 
 def _settings(

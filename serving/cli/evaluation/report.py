@@ -147,6 +147,7 @@ def _result(
         "passes_to_90": {
             str(count): passes for count, passes in scoring.passes_to(points, _GOAL).items()
         },
+        "passes_to_90_at_most": scoring.at_smallest_budget(points, _GOAL),
         "bad_lines": [*outcome.task.bad_lines],
         "refused": [
             {"problem": problem, "error": error} for problem, error in outcome.refused.items()
@@ -211,5 +212,7 @@ def _print(
     )
     for count, passes in result["passes_to_90"].items():
         reached = "not reached" if passes is None else f"{passes:.0f} forward passes"
+        if int(count) in result["passes_to_90_at_most"]:
+            reached = f"at most {passes:.0f} forward passes (the smallest budget)"
         print(f"{100 * _GOAL:.0f}%, {runs.label(settings['method'], int(count))}: {reached}")
     print(f"all texts and scores are in {folder}", file=sys.stderr)

@@ -102,8 +102,8 @@ def _task(options: argparse.Namespace, folder: Path, settings: dict[str, Any]) -
         data=options.data_dir,
         dates=given.get("dates"),
     )
-    for bad in task.bad_lines:
-        print(f"line {bad['line']} of {task.name}: {bad['error']}", file=sys.stderr)
+    for complaint in task.complaints:
+        print(complaint, file=sys.stderr)
     return task
 
 

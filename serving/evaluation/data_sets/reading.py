@@ -42,7 +42,16 @@ class DataSet:
     @property
     def wanted(self) -> str:
         """The names of the files, in words."""
-        return " or ".join(" with ".join(group) for group in self.files)
+        return " or ".join(map(_in_words, self.files))
+
+
+def _in_words(names: Sequence[str]) -> str:
+    """Names of files: "a", "a with b", "a, b and c", and the first and the last of more."""
+    if len(names) < 3:
+        return " with ".join(names)
+    if len(names) == 3:
+        return f"{names[0]}, {names[1]} and {names[2]}"
+    return f"{names[0]} to {names[-1]}"
 
 
 def data_files(task: str, data_set: DataSet, folder: str | Path | None) -> list[Path]:
@@ -145,9 +154,10 @@ def read_files(
                     )
                 problems[problem.id] = problem
             except ValueError as error:
-                bad_lines.append(_bad(path, paths, number, str(error)))
+                bad_lines.append({"file": str(path), "line": number, "error": str(error)})
             except RecursionError:
-                bad_lines.append(_bad(path, paths, number, "is nested too deeply"))
+                error = "is nested too deeply"
+                bad_lines.append({"file": str(path), "line": number, "error": error})
     if not problems:
         first = f" (line {bad_lines[0]['line']} {bad_lines[0]['error']})" if bad_lines else ""
         raise ValueError(
@@ -193,10 +203,6 @@ def require(line: Line, *fields: str) -> None:
             f'has no field "{missing[0]}" (it has {", ".join(map(str, line))})'[:300]
             + "; it is of another form"
         )
-
-
-def _bad(path: Path, paths: Sequence[Path], number: int, error: str) -> dict[str, Any]:
-    return {"line": number, "error": error} | ({"file": path.name} if len(paths) > 1 else {})
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

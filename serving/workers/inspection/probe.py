@@ -29,6 +29,7 @@ from jaxshare.models.layers import Decoder
 from jaxshare.paths import whole_file
 from jaxshare.serving import checksums
 from jaxshare.serving.inputs import token_bytes
+from jaxshare.trace.trace import Trace
 
 if TYPE_CHECKING:
     from jaxshare.serving.branches.run import Branches
@@ -193,10 +194,15 @@ class Snapshot:
         Raises:
           ValueError: a file that cannot be read or is not a snapshot.
         """
-        name, do = os.fspath(path), "give a file that Snapshot.save has written"
+        name = os.fspath(path)
+        do = "give a file that `jaxshare workers --save` or Snapshot.save has written"
         try:
             data = checksums.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
+            if _is_trace(name):
+                raise ValueError(
+                    f"{name} is a trace, of `jaxshare workers --trace`, and no snapshot; {do}"
+                ) from None
             raise ValueError(f"the snapshot {name} cannot be read ({error}); {do}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
             raise ValueError(f"{name} is not a snapshot, which has {_FORMAT!r} as its format; {do}")
@@ -239,6 +245,14 @@ class Snapshot:
                 f"the snapshot {name} is damaged (blocks or workers are missing); {do}"
             )
         return snapshot
+
+
+def _is_trace(file: str) -> bool:
+    try:
+        Trace.load(file)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _rows(layout: "WorkersLayout", lengths: Mapping[str, int]) -> dict[str, tuple[Listed, ...]]:

@@ -21,6 +21,7 @@ from scripts.papers import (
     hydragen_judging,
     hydragen_memory,
     hydragen_needles,
+    hydragen_peers,
     hydragen_plots,
     hydragen_problems,
     hydragen_throughput,
@@ -218,6 +219,7 @@ def test_rates_are_medians_and_compared_with_shared():
     text = hydragen_throughput.as_text({"settings": kept.settings, "results": results})
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line[:1].isdigit()}
     assert rows["4"] == ["8"]  # of the last table, sglang's
+    assert hydragen_peers.NOT_MEASURED in text
     assert "vllm: not installed: no vllm" in text and re.search(r"\n4 +x\n", text)
 
 
@@ -256,6 +258,14 @@ def test_pictures_show_what_there_is(tmp_path):
         *("needles.png", "apps.png"),
     ]
     assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in names)
+    for name in ("attention.png", "needles.png"):
+        figure = pictures[name]()
+        figure.canvas.draw()
+        axis = figure.axes[0].yaxis
+        marks = [text for label in axis.get_ticklabels(which="both") if (text := label.get_text())]
+        assert len(marks) > 1 and all(re.fullmatch(r"[\d.]+", mark) for mark in marks)
+    named = {text.get_text() for text in pictures["attention.png"]().legends[0].get_texts()}
+    assert named == {f"{UNSHARED}, prefix {prefix}" for prefix in (64, 128)}
     assert hydragen_plots.throughput({"points": []}) == {} == hydragen_plots.apps({"sides": {}})
 
 

@@ -90,7 +90,12 @@ def goes_on(command, tmp_path, arguments, done, total):
 
 def test_throughput(command, monkeypatch, tmp_path):
     arguments = ["throughput", "--quick", "--new-tokens", 4, "--batches", "1,3"]
-    arguments += ["--sides", "shared,copies,no-attention,transformers,vllm", "--max-kv-gib", 0.002]
+    arguments += [
+        "--sides",
+        "shared,unshared,no-attention,transformers,vllm",
+        "--max-kv-gib",
+        0.002,
+    ]
     monkeypatch.setattr("scripts.papers.hydragen_peers.TORCH_PYTHON", "no/such/python")
     monkeypatch.setattr("scripts.papers.hydragen_throughput._may_have_gpu", lambda: False)
     report = goes_on(command, tmp_path, arguments, 1, 4)

@@ -231,6 +231,8 @@ def test_puzzles_are_read(tmp_path):
     assert game24.arguments(["3", "3", "8", "8"]) == ([[3, 3, 8, 8]],)
     with pytest.raises(ValueError, match=r"line 3 of .* is no puzzle: '1 x' is not whole numbers"):
         game24.arguments(["--puzzles", str(tmp_path / "b.txt")])
+    with pytest.raises(ValueError, match="a puzzle has four numbers, and '4 9 10' has 3"):
+        game24.arguments(["4", "9", "10"])
     with pytest.raises(ValueError, match="cannot be read"):
         game24.arguments(["--puzzles", str(tmp_path / "c.txt")])
 

@@ -157,7 +157,15 @@ def job_in(folder: Path, read_printed=lambda: ("", "")):
     """Returns what runs a job in a folder: job(lines, options...) -> (exit code, stdout, stderr);
     lines are text, bytes or values."""
 
-    def run(lines, *arguments: str, sampling=(), load=model, name: str = "out.jsonl", **engine):
+    def run(
+        lines,
+        *arguments: str,
+        sampling=(),
+        load=model,
+        name: str = "out.jsonl",
+        of: str | Path = "some/model",
+        **engine,
+    ):
         texts = [line if isinstance(line, (bytes, str)) else json.dumps(line) for line in lines]
         (folder / "in.jsonl").write_bytes(
             b"\n".join(text.encode() if isinstance(text, str) else text for text in texts)
@@ -166,7 +174,7 @@ def job_in(folder: Path, read_printed=lambda: ("", "")):
         batch.add_arguments(parser)
         options = parser.parse_args(
             [
-                "some/model",
+                str(of),
                 "--input",
                 str(folder / "in.jsonl"),
                 "--output",
@@ -468,8 +476,9 @@ def test_a_bad_line_is_named_and_the_rest_runs(job, line, words):
         "10",
         "--json",
     )
-    assert code == 3 and err.count("\n") == 2
-    assert err.startswith("line 3: ") and words in err.split("\n")[0]
+    assert code == 3 and err.count("\n") == 3
+    assert err.endswith("1 line of " + str(job.folder / "in.jsonl") + " could not be read (3)\n")
+    assert "in.jsonl, line 3: " in err.split("\n")[0] and words in err.split("\n")[0]
     assert [(r["line"], r["id"], r["text"]) for r in results(job.output)] == [
         (1, "good", text(0, tokens("a"), 0)),
         (4, 4, text(0, tokens("b"), 0)),
@@ -499,7 +508,7 @@ def test_a_bad_line_is_named_and_the_rest_runs(job, line, words):
 def test_a_bad_tree_is_named(job, line, words):
     code, _, err = job([line, {"text": "good"}], "--tree", "--max-new-tokens", "10")
     assert (
-        code == 3 and err.startswith("line 1: ") and words in err and len(results(job.output)) == 1
+        code == 3 and "in.jsonl, line 1: " in err and words in err and len(results(job.output)) == 1
     )
 
 
@@ -735,16 +744,20 @@ def test_resuming_what_is_complete_says_so(job):
 @pytest.mark.parametrize(
     ("arguments", "changed", "words"),
     [
-        (["--n", "3"], {}, "began with n 2, not 3"),
-        (["--max-new-tokens", "5"], {}, "began with max_new_tokens 64, not 5"),
-        (["--seed", "1"], {}, "began with seed 0, not 1"),
-        (["--chat"], {}, "began with chat false, not true"),
-        (["--share", "never"], {}, 'began with share "auto", not "never"'),
-        (["--tree"], {}, "began with tree false, not true"),
-        ([], {"dtype": None}, 'began with dtype "float32", not null'),
-        ([], {"sampling": {"temperature": 0.5, "top_k": 5}}, "began with top_k null, not 5"),
-        ([], {"sampling": {}}, "began with temperature 0.5, not null"),
-        ([], {"lines": LINES[:-1]}, 'began with input "sha256:'),
+        (["--n", "3"], {}, "began with --n 2, not 3"),
+        (["--max-new-tokens", "5"], {}, "began with --max-new-tokens 64, not 5"),
+        (["--seed", "1"], {}, "began with --seed 0, not 1"),
+        (["--chat"], {}, "began without --chat, not with --chat"),
+        (["--share", "never"], {}, "began with --share auto, not never"),
+        (["--tree"], {}, "began without --tree, not with --tree"),
+        ([], {"dtype": None}, "began with --dtype float32, not without it"),
+        (
+            [],
+            {"sampling": {"temperature": 0.5, "top_k": 5}},
+            "began without --top-k, not with --top-k 5",
+        ),
+        ([], {"sampling": {}}, "began with --temperature 0.5, not without it"),
+        ([], {"lines": LINES[:-1]}, "the input file has changed since the job began"),
     ],
 )
 def test_another_job_is_not_mixed_into_the_output(job, arguments, changed, words):
@@ -799,6 +812,61 @@ def test_another_model_of_the_same_name_is_not_mixed_into_the_output(job, change
         job(LINES, "--resume", load=lambda: model(**changed))
     assert job.output.read_bytes() == written and job.job.read_bytes() == kept
     assert job(LINES, "--resume")[0] == 0 and len(results(job.output)) == 6
+
+
+def model_files(folder: Path, weights: bytes) -> Path:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+@pytest.mark.parametrize("lives", [2, None])
+def test_a_model_whose_folder_was_moved_goes_on_and_another_one_does_not(job, lives, monkeypatch):
+    first = model_files(job.folder / "first", b"1")
+    expected = contextlib.nullcontext() if lives is None else pytest.raises(RuntimeError)
+    with expected:
+        job(LINES, of=first, lives=lives)
+    monkeypatch.chdir(job.folder)
+    for other in ("unlike", "./unlike"):
+        said = f"began with the model {first}, and {other} is another one: its parameters are diff"
+        model_files(job.folder / "unlike", b"2") if other == "unlike" else None
+        with pytest.raises(ValueError, match=said):
+            job(LINES, "--resume", of=other, load=lambda: model(fingerprint="two"))
+    moved = first.rename(job.folder / "moved")
+    before = job.output.read_bytes()
+    assert job(LINES, "--resume", of=moved)[0] == 0 and len(results(job.output)) == 6
+    assert lives or job.output.read_bytes() == before
+    # its parameters cannot be compared where they are on other machines
+    outline = model()
+    outline.params = {}
+    with pytest.raises(ValueError, match="their parameters cannot be compared; give "):
+        job(LINES, "--resume", of="unlike", load=lambda: outline)
+
+
+def test_other_weights_under_the_same_name_are_found_after_the_end_too(job, monkeypatch):
+    folder = model_files(job.folder / "first", b"1")
+    job(LINES, of=folder)
+    monkeypatch.chdir(job.folder)
+    for name in (folder, "first", "./first"):  # nothing has changed
+        assert job(LINES, "--resume", of=name, load=no_model)[0] == 0
+    (folder / "model.safetensors").write_bytes(b"12")
+    with pytest.raises(ValueError, match="another model of this name: its parameters have chan"):
+        job(LINES, "--resume", of=folder, load=lambda: model(fingerprint="two"))
+    assert job(LINES, "--resume", of=folder)[0] == 0  # written anew with the same content
+
+
+def test_a_job_that_was_not_begun_is_said_to_begin(job):
+    code, _, err = job(LINES, "--resume")
+    assert code == 0 and err.startswith(f"no job at {job.output} yet: it begins now\n")
+    assert "begins" not in job(LINES, name="other.jsonl")[2]
+
+
+def test_bad_lines_are_counted_whenever_the_exit_code_tells_of_them(job):
+    lines = [*LINES, *["{"] * 4]
+    said = f"4 lines of {job.folder / 'in.jsonl'} could not be read (7, 8, 9, ...)\n"
+    for more in ((), ("--resume",)):
+        code, _, err = job(lines, *more)
+        assert code == 3 and err.endswith(said) and err.count(said) == 1
 
 
 def former_job(job) -> None:

@@ -36,4 +36,4 @@ def test_lines_have_grammars_of_their_own_or_that_of_the_job_and_a_bad_one_is_na
     assert found["job"]["text"] == "blue" and {*found} == {"own", "json", "job"}
     assert {line["finish_reason"] for line in found.values()} == {"stop"}
     assert main([*job[:-1], "black", "--resume"]) == 1
-    assert "began with grammar" in capsys.readouterr().err
+    assert "began with --grammar" in capsys.readouterr().err

@@ -146,9 +146,11 @@ def test_chat_reads_messages_from_stdin(capsys, monkeypatch, shallow):
 @pytest.fixture
 def broken(tmp_path) -> Path:
     """Copies of the embedded model with one thing wrong in each."""
-    for name in ("no_weights", "truncated", "architecture", "dynamic"):
+    for name in ("no_weights", "no_tokenizer", "truncated", "architecture", "dynamic"):
         shutil.copytree(models.EMBEDDED, tmp_path / name)
     (tmp_path / "no_weights" / "model.safetensors").unlink()
+    (tmp_path / "no_tokenizer" / "tokenizer.json").unlink()
+    (tmp_path / "no_tokenizer" / "tokenizer_config.json").unlink()
     weights = tmp_path / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
     for name, change in (
@@ -185,6 +187,10 @@ def broken(tmp_path) -> Path:
         (("embedded", "--prompt", "x", "--top-p", "0"), "top_p is 0"),
         (("embedded", "--prompt", "x", "--top-p", "1.5"), "top_p is 1.5"),
         (("embedded", "--prompt", "x", "--dtype", "int8"), "int8"),
+        (("embedded", "--prompt", "x", "--top-logprobs", "3"), "--top-logprobs needs --json"),
+        (("embedded", "--prompt", "x", "--logprobs", "raw"), "--logprobs needs --json"),
+        (("missing.gguf", "--prompt", "x"), "there is no file missing.gguf: give a GGUF file"),
+        (("{broken}/no_tokenizer", "--prompt", "x"), "/no_tokenizer has no tokenizer"),
     ],
 )
 def test_mistakes_get_one_sentence(capsys, broken, arguments, words):
@@ -205,11 +211,20 @@ def test_a_missing_extra_is_one_sentence(capsys, monkeypatch):
     )
 
 
-def test_unknown_commands_and_options_exit_2():
-    for arguments in (["fly"], [], ["generate", "embedded", "--prompt", "x", "--n", "many"]):
+def test_unknown_commands_and_options_exit_2(capsys):
+    for arguments, command in (
+        (["fly"], "jaxshare"),
+        ([], "jaxshare"),
+        (["generate", "embedded", "--prompt", "x", "--n", "many"], "jaxshare generate"),
+        (["convert", "embedded", "x", "--quantize", "int3"], "jaxshare convert"),
+        (["agents", "run"], "jaxshare agents run"),
+    ):
         with pytest.raises(SystemExit) as stop:
             main.main(arguments)
         assert stop.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{command}: error: ") and said.count("\n") == 1
+        assert said.endswith(f"; see {command} --help\n")
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def test_a_session_goes_on_where_its_saves_cannot_be_written(
     monkeypatch.setattr(
         models,
         "load",
-        lambda *_, **__: SimpleNamespace(generation=models.Generation(), tokenizer=None),
+        lambda *_, **__: SimpleNamespace(generation=models.Generation(), tokenizer=object()),
     )
     code, out, err = run(
         capsys,

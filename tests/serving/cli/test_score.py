@@ -86,8 +86,13 @@ def test_without_a_prefix_candidates_are_whole_texts(capsys, folder, monkeypatch
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ("a\n\nb\n", (), "candidate 1 is empty; give at least one token of text"),
+        ("a\n\nb\n", (), "line 2 of {path} is empty; take it out: each line is a candidate"),
         ("", (), "the list of candidates is empty; give at least one word"),
+        (
+            "a",
+            ("--top-logprobs", "3"),
+            "--top-logprobs needs --json, whose object has them; the table has none",
+        ),
         ("a", ("--top-logprobs", "21"), "--top-logprobs is 21; it must be 0 to 20"),
     ],
 )
@@ -96,4 +101,4 @@ def test_mistakes_are_one_sentence(content, options, message, capsys, folder, tm
     path.write_text(content)
     code, out, err = run(capsys, folder, "--prefix", "x", "--candidates", str(path), *options)
     assert (code, out) == (1, "")
-    assert err.splitlines()[-1] == f"jaxshare: error: {message}"
+    assert err.splitlines()[-1] == f"jaxshare: error: {message.format(path=path)}"

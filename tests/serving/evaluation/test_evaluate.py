@@ -32,6 +32,7 @@ from jaxshare.serving.evaluation import (
     execute,
     load_task,
     passes_to,
+    plot,
     points,
     provenance,
     run_specs,
@@ -112,6 +113,7 @@ def test_gsm8k5_groups_five_questions_and_never_one_twice(tmp_path, monkeypatch)
     assert task.needs_mathematics and task.answer_tokens == 64
     monkeypatch.setenv("JAXSHARE_DATA", str(tmp_path))
     assert load_task("gsm8k5", samples=2) == task
+    assert load_task("gsm8k5") == task  # where there are fewer than 128
     with pytest.raises(ValueError, match="--samples is 3, but gsm8k5 has 2 problems; lower it"):
         load_task("gsm8k5", samples=3)
 
@@ -321,6 +323,12 @@ def test_passes_to_an_accuracy():
     assert [*found] == [1, 2, 3, 4]
 
 
+def test_a_smallest_budget_that_is_enough_is_a_bound():
+    found = [*line(1, (64, 0.95), (32, 0.9)), *line(2, (64, 1), (32, 0.8)), *line(4, (8, 1))]
+    assert scoring.at_smallest_budget(found, 0.9) == [1, 4]
+    assert scoring.at_smallest_budget([], 0.9) == []
+
+
 def test_the_table():
     found = [
         Point(1, 64, 0.05, 0.0, 0.54, 0, 4, 4),
@@ -334,6 +342,29 @@ def test_the_table():
     ]
     assert scoring.table(found[:1], "sequential").split()[:2] == ["passes", "sequential"]
     assert scoring.table(found[2:], "self-consistency").startswith("passes  self-consistency, 2\n")
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_intervals_of_many_lines_are_bars_and_do_not_lie_over_each_other(count):
+    """Bands of more lines would be one grey wash; the values stay as they are."""
+    found = {
+        str(n): [
+            Point(n, budget, 0.1 * n, 0.1 * n - 0.05, 0.1 * n + 0.2, 0, 4, 4)
+            for budget in (64, 128)
+        ]
+        for n in range(count)
+    }
+    (axes,) = plot.accuracy_picture(found, "a title").axes
+    bars = [c for c in axes.collections if hasattr(c, "get_segments")]
+    assert len(axes.collections) == count and len(bars) == (count if count > 4 else 0)
+    for n, line in enumerate(axes.lines):
+        assert [*line.get_ydata()] == pytest.approx([10 * n] * 2)
+        assert [*line.get_xdata()] == pytest.approx([64, 128], rel=0.02)
+    if bars:
+        assert len({line.get_xdata()[0] for line in axes.lines}) == count
+        assert [bar.get_segments()[0][:, 1] for bar in bars] == [
+            pytest.approx([10 * n - 5, 10 * n + 20]) for n in range(count)
+        ]
 
 
 # whole evaluations, of a stand-in
@@ -444,12 +475,13 @@ def evaluation_in(folder: Path, read_printed=lambda: ("", "")):
         load=None,
         out: str = "out",
         approximate: str | None = None,
+        of: str | Path = "some/model",
     ):
         parser = argparse.ArgumentParser()
         evaluate.add_arguments(parser)
         options = parser.parse_args(
             [
-                "some/model",
+                str(of),
                 "--task",
                 str(folder / "own.jsonl"),
                 "--budgets",
@@ -511,6 +543,7 @@ def test_an_evaluation_by_hand(evaluation):
     )
     assert (
         found["passes_to_90"] == {"1": None, "2": None}
+        and found["passes_to_90_at_most"] == []
         and found["runs"] == 6
         and found["resumed"] == 0
     )
@@ -740,7 +773,8 @@ def test_the_format_reaches_the_method_and_is_one_of_the_settings(evaluation):
     kept = json.loads((evaluation.out / "settings.json").read_bytes())["settings"]["format"]
     assert kept["name"] == "qwen3+user" and kept["texts"].startswith("sha256:")
     for again in ((), ("--format", "qwen3")):
-        with pytest.raises(ValueError, match=r'began with format \{"name": "qwen3\+user"'):
+        said = f"began with --format qwen3+user, not {'qwen3' if again else 'without it'}; give"
+        with pytest.raises(ValueError, match=re.escape(said)):
             evaluation("--resume", *again)
     evaluation("--resume", "--format", "qwen3+user")
     assert evaluation.stand.made == []
@@ -754,13 +788,53 @@ def test_the_format_reaches_the_method_and_is_one_of_the_settings(evaluation):
     )
 
 
+def test_a_model_that_was_moved_goes_on_and_its_files_are_looked_at(evaluation):
+    """Of a finished evaluation, too."""
+    folder = evaluation.folder / "first"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"1")
+    evaluation(of=folder)
+
+    def no_model():
+        raise AssertionError("the model is loaded")
+
+    assert evaluation("--resume", of=folder, load=no_model)[0] == 0
+    moved = folder.rename(evaluation.folder / "moved")
+    loaded = []
+
+    def load_moved():
+        loaded.append(moved)
+        return evaluation.model
+
+    assert evaluation("--resume", of=moved, load=load_moved)[0] == 0 and loaded
+    evaluation.model.fingerprint = "another"
+    with pytest.raises(ValueError, match=f"began with the model {folder}, and {moved} is another"):
+        evaluation("--resume", of=moved)
+
+
+def test_an_evaluation_that_was_not_begun_is_said_to_begin(evaluation):
+    assert f"no evaluation at {evaluation.out} yet: it begins now" in evaluation("--resume")[2]
+
+
+@pytest.mark.parametrize("method", ["vote", "self-consistency", "workers"])
+def test_equal_streams_are_warned_of(evaluation, method, caplog):
+    evaluation("--method", method, workers=(1, 3), sampling={"temperature": 0})
+    said = [record.getMessage() for record in caplog.records]
+    told = ["all 3 streams will be equal" in text for text in said]
+    assert told == [True] * (method != "workers")
+    caplog.clear()
+    evaluation("--method", method, workers=(1, 3), sampling={"temperature": 0.7}, out="warm")
+    evaluation("--method", method, workers=(1,), sampling={"temperature": 0}, out="one")
+    assert not caplog.records
+
+
 def test_a_format_file_that_has_changed_does_not_go_on(evaluation):
     file = evaluation.folder / "own.json"
     file.write_text(json.dumps({"system": "{names} share.", "system_alone": "Alone."}))
     evaluation("--format", str(file))
     assert evaluation.stand.made[0].more["format"] == Format("{names} share.", "Alone.")
     file.write_text(json.dumps({"system": "{names} share!", "system_alone": "Alone."}))
-    with pytest.raises(ValueError, match="began with format "):
+    with pytest.raises(ValueError, match="the texts of --format have changed since"):
         evaluation("--resume", "--format", str(file))
 
 
@@ -768,7 +842,7 @@ def test_an_evaluation_without_a_format_goes_on_as_before(evaluation):
     evaluation()
     assert "format" not in json.loads((evaluation.out / "settings.json").read_bytes())["settings"]
     evaluation("--resume")
-    with pytest.raises(ValueError, match=r'began with format null, not \{"name": "qwq"'):
+    with pytest.raises(ValueError, match="began without --format, not with --format qwq; give"):
         evaluation("--resume", "--format", "qwq")
 
 
@@ -779,7 +853,7 @@ def test_bad_lines_and_refused_problems_are_named_and_the_others_run(evaluation)
     found = json.loads(out)
     assert (
         code == 3
-        and err.splitlines()[0].startswith("line 4 of ")
+        and ", line 4: " in err.splitlines()[0]
         and "problem b, " in err
         and err.count("\n") == 2
     )
@@ -854,12 +928,28 @@ def test_runs_that_finish_are_kept_whatever_comes_then(evaluation, capsys):
         (
             ("--resume", "--seed", "4"),
             {},
-            "began with seed 0, not 4; give it as it was, or give another --out",
+            "began with --seed 0, not 4; give it as it was, or give another --out",
         ),
-        (("--resume",), {"budgets": (32,)}, r"began with budgets \[32, 64, 128, 256\], not \[32\]"),
-        (("--resume",), {"sampling": {"temperature": 1.0}}, "began with temperature null, not 1.0"),
-        (("--resume", "--samples", "2"), {}, "began with problems "),
-        (("--resume",), {"approximate": "fp8"}, 'began with approximate_kv null, not "fp8"'),
+        (
+            ("--resume",),
+            {"budgets": (32,)},
+            "began with --budgets 32,64,128,256, not 32; budgets cannot be added; ",
+        ),
+        (
+            ("--resume",),
+            {"sampling": {"temperature": 1.0}},
+            "began without --temperature, not with --temperature 1.0",
+        ),
+        (
+            ("--resume", "--samples", "2"),
+            {},
+            "began with --samples 3, not 2; problems cannot be added; ",
+        ),
+        (
+            ("--resume",),
+            {"approximate": "fp8"},
+            "began without --approximate-kv, not with --approximate-kv fp8",
+        ),
     ],
 )
 def test_other_settings_do_not_get_into_the_folder(evaluation, arguments, more, words):

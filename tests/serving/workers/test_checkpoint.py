@@ -596,8 +596,15 @@ def test_what_cannot_be_restored_is_said(tmp_path):
         Workers.restore(model(), tmp_path / "empty")
     folder = tmp_path / "session"
     saved_at(folder, 2)
-    with pytest.raises(SaveError, match=r"save 1 of .*session is of a session of another model"):
+    with pytest.raises(
+        SaveError,
+        match=r"save 1 of .*session is of a session of another model \(.*embedded\) than .*embedded",
+    ):
         Workers.restore(load(EMBEDDED, dtype="bfloat16"), folder)
+    with pytest.raises(
+        SaveError, match=r"the checkpoints 1, not 77; give number=1, on .*--resume-from 1"
+    ):
+        Workers.restore(model(), folder, number=77)
     saves = CheckpointStore(tmp_path / "other")
     saves.save({"a": np.zeros(3)}, {"format": "something"}, wait=True)
     saves.close()
@@ -709,6 +716,8 @@ def test_the_command_writes_the_trace_of_the_session(tmp_path, capsys):
     ]
     assert main.main([*command, "--trace", str(tmp_path / "run.trace")]) == 0
     told = json.loads(capsys.readouterr().out)
+    assert main.main(["inspect", str(tmp_path / "run.trace")]) == 1
+    assert "is a trace, of `jaxshare workers --trace`, and no snapshot" in capsys.readouterr().err
     trace = Trace.load(tmp_path / "run.trace")
     assert [file.name for file in tmp_path.iterdir()] == ["run.trace"], "nothing is left beside it"
     loaded = load(EMBEDDED)

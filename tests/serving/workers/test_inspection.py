@@ -255,7 +255,11 @@ def test_saved_and_loaded_is_the_same(snapshot, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, r"nothing.json cannot be read .*; give a file that Snapshot.save has written"),
+        (
+            None,
+            r"nothing.json cannot be read .*; give a file that `jaxshare workers --save` or "
+            r"Snapshot.save has written",
+        ),
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         ("[1]", "is not a snapshot"),

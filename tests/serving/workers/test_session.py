@@ -638,7 +638,9 @@ def test_what_a_person_says_is_read_like_a_part_of_the_prompt():
         ),
         (
             {"format": dataclasses.replace(CHAT, system="1 + " * 9000)},
-            "the rules are the longer part: choose a format with fewer words",
+            r"the rules are the longer part: give a format with fewer words \(--format, format=\), "
+            r"such as collaborative\+no-examples,.* fewer workers \(--workers, names=\), a smaller "
+            r"budget \(--budget or --budgets, budget=\)",
         ),
         ({"history_tokens": 20}, "history_tokens is 20, but the prompt alone has"),
         (

@@ -68,8 +68,14 @@ def plain_numbers(axis: Any) -> None:
     """Gives a logarithmic axis numbers such as 2 and 0.5 as its marks, in place of powers of ten."""
     from matplotlib.ticker import LogFormatter
 
-    axis.set_major_formatter(LogFormatter())
-    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    class Plain(LogFormatter):
+        """Chooses marks as LogFormatter does, which writes 0.9 as 9e-01."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:.6g}" if super().__call__(x, pos) else ""
+
+    axis.set_major_formatter(Plain())
+    axis.set_minor_formatter(Plain(minor_thresholds=(1.5, 0.5)))
 
 
 def _attention(points: Sequence[Mapping[str, Any]]) -> Any:
@@ -155,6 +161,7 @@ def _needles(found: Mapping[str, Any]) -> Any:
         ylabel="seconds",
     )
     powers(axes.xaxis, found["questions"])
+    plain_numbers(axes.yaxis)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
