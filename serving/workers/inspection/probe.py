@@ -32,7 +32,6 @@ from jaxshare.serving.inputs import token_bytes
 from jaxshare.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from jaxshare.serving.branches.run import Branches
     from jaxshare.serving.workers.layouts import WorkersLayout
     from jaxshare.serving.workers.session import Workers
     from jaxshare.serving.workers.text.transcript import Event
@@ -142,8 +141,8 @@ class Snapshot:
         return cls(0, blocks, _rows(layout, lengths))
 
     @classmethod
-    def of_branches(cls, run: "Branches") -> "Snapshot":
-        """The blocks of a run of branches as it was planned: common prefixes, then for each
+    def of_branches(cls, run: Any) -> "Snapshot":
+        """The blocks of a run of `Branches` as it was planned: common prefixes, then for each
         completion what its prompt has beside them, after which it writes. They follow each other in
         the arena."""
         plan, samples = run.sharing_plan, run.sharing_plan.samples
