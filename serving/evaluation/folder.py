@@ -56,7 +56,7 @@ def open_runs(
         )
     then = read_settings(folder)
     # a model is compared by its parameters, which may be in another folder now
-    then["model"] = settings["model"]
+    then["model"] = settings.get("model")
     jsonl.check_settings(
         f"the evaluation in {folder} began",
         _compared(then),

@@ -268,7 +268,7 @@ def test_bad_arguments_are_told_in_one_sentence(arguments, words, capsys, tmp_pa
 @pytest.mark.parametrize("experiment", ["game24", "section8_2"])
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("3 3 8 x", "line 2 of"), ("3 3 8", "puzzle 2 of")],
+    [("3 3 8 x", "line 2 of"), ("3 3 8", "line 2 of")],
 )
 def test_a_corrupt_puzzle_is_named_before_anything_runs(
     experiment, line, words, tmp_path, capsys, puzzles

@@ -256,7 +256,8 @@ def test_processors_and_processed_log_probabilities_on_the_command_line(
         (["--processors-from", "no_such_module"], "--processors-from is 'no_such_module', which c"),
         (["--processor", "only,token"], "--processor is 'only,token'; it must be a name and numb"),
         (["--processor", "no_such"], "processors names 'no_such', which is not registered"),
-        (["--top-logprobs", "21"], "top_logprobs is 21; it must be at most 20"),
+        (["--top-logprobs", "21", "--json"], "top_logprobs is 21; it must be at most 20"),
+        (["--top-logprobs", "2"], "--top-logprobs needs --json"),
     ],
 )
 def test_options_of_the_command_line_that_are_refused(capsys, option, words):
