@@ -29,6 +29,12 @@ find_moved_modules()
 __getattr__ = renamed(__name__, {"Reason": "jaxshare.decoding.finish_reason.FinishReason"})
 __version__ = version()
 
+
+def __dir__() -> list[str]:
+    """The names that are offered: what is imported here for other reasons is not."""
+    return sorted(__all__)
+
+
 __all__ = [
     "DecodeState",
     "FinishReason",

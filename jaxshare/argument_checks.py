@@ -86,12 +86,14 @@ def as_texts(name: str, value: Any) -> tuple[str, ...]:
     """Returns one text or several, or None for none, as a tuple of texts that are not empty.
 
     Raises:
-      TypeError: it is no list.
+      TypeError: it is neither a text nor a list.
       ValueError: it has too many values, or one that is no text or empty.
     """
-    texts = (
-        (value,) if isinstance(value, str) else tuple(as_list(name, () if value is None else value))
-    )
+    try:
+        given = [value] if isinstance(value, str) else as_list(name, () if value is None else value)
+    except TypeError:
+        raise TypeError(f"{name} is {shown(value)}; it must be a text or a list of texts") from None
+    texts = tuple(given)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"{name} is {shown(value)}; give texts that are not empty")
     return texts

@@ -70,13 +70,14 @@ def decode(
       until_any: the deprecated name of `stop_on_finish`.
 
     Raises:
+      TypeError: something else than a module, such as a LoadedModel.
       ValueError: a negative number of passes or of idle ones, more passes than the state has room
         to record, or a width, a number of pieces or of rows that it cannot take.
     """
     if until_any is not None:
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
-    _check(state, passes, width, pieces, rows, max_idle)
+    _check(model, state, passes, width, pieces, rows, max_idle)
     donated: Any = dict.fromkeys(("cache", "logits", "top_logits"))
     return _decode(
         model,
@@ -94,6 +95,7 @@ def decode(
 
 
 def _check(
+    model: Any,
     state: DecodeState,
     passes: int,
     width: int,
@@ -101,6 +103,11 @@ def _check(
     rows: int | None,
     max_idle: int | None,
 ) -> None:
+    if not hasattr(model, "apply"):
+        raise TypeError(
+            f"model is {model!r}, which has no `apply`; of a model that was loaded give model.module, "
+            "and model.variables as params"
+        )
     if passes < 0 or not 1 <= width <= state.max_width:
         raise ValueError(
             f"passes is {passes} and width {width}; passes must be at least 0, and width from 1 to "

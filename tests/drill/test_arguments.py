@@ -32,7 +32,11 @@ QUICK = ("Sampler", "Branch", "pass_at_k", "Engine.submit", "Hotspot", "llm", "B
         (lambda: agents.Budget(calls="7"), TypeError, "calls of a budget is '7'; it must be a nu"),
         (lambda: agents.Budget(seconds=math.nan), ValueError, "seconds of a budget is nan"),
         (lambda: agents.llm(5), TypeError, "content is 5; it must be a list"),
-        (lambda: agents.llm("a", stop=5), TypeError, "stop is 5; it must be a list"),
+        (
+            lambda: agents.llm("a", stop=5),
+            TypeError,
+            "stop is 5; it must be a text or a list of texts",
+        ),
         (lambda: agents.llm("a", stop=np.ones((2, 2))), ValueError, "stop is array.*; give texts"),
         (lambda: agents.llm("a", stop=ENDLESS), ValueError, "stop has more than"),
         (lambda: agents.llm("a", retries=None), TypeError, "retries is None; it must be an int"),

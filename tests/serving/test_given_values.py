@@ -4,13 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare import KVCache, Layout
+import jaxshare
+from jaxshare import KVCache, Layout, decode
 from jaxshare.attention.plan import make_plan
 from jaxshare.serving import Workers, generate
 from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.branches import Branches
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.inputs import encode_messages
+from jaxshare.serving.workers.prompts.format import PLAIN
 from tests.helpers import one_layer
 
 PROBLEM = "1. 47 + 38"
@@ -32,6 +34,11 @@ PROBLEM = "1. 47 + 38"
         (lambda model: generate(model, PROBLEM, share=0), "share is 0"),
         (lambda model: Workers(model, PROBLEM, sampler=0.7), "sampler is of type float"),
         (lambda model: Workers(model, [1, 2]), "the problem is of type list"),
+        (
+            lambda model: decode(model, model.params, None, passes=1),
+            "give model.module, and model.v",
+        ),
+        (lambda model: generate(model, PROBLEM, stop=5), "stop is 5; it must be a text or a list"),
     ],
 )
 def test_a_value_of_another_kind(call, words):
@@ -104,6 +111,8 @@ def test_objects_are_shown_in_a_line():
         for each in shown:
             assert len(repr(each)) < 400 and "\n" not in repr(each)
     assert [*done] == done.completions and len(done) == 2 and done[1] is done.completions[1]
+    assert len(repr(PLAIN)) < 200 and "question" in repr(PLAIN)
+    assert "made_once" not in dir(jaxshare) and "KVCache" in dir(jaxshare)
     assert "2 with 8 tokens" in repr(done) and "float32" in repr(model)
     assert "Alice" in repr(session) and "16 of 16 passes" in repr(session)
     assert repr(engine).endswith("shut down>")

@@ -34,7 +34,7 @@ class StepOpening(NamedTuple):
         return _fill(self.header, name=name, step=step) + (self.question if ask else "")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Format:
     r"""All texts of a session.
 
@@ -94,6 +94,10 @@ class Format:
     forbidden: tuple[str, ...] = ("#", "##", "###", "####", "</think>", "{bos}", "{eos}")
     think: Literal["auto", "always", "never"] = "auto"
     chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    def __repr__(self) -> str:
+        """A line; its texts fill pages, of `help(combined)` too."""
+        return f"<Format with headers {self.step_header!r}, question {self.question!r}>"
 
     @classmethod
     def of(cls, model: LoadedModel) -> "Format":
