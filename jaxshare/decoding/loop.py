@@ -52,7 +52,7 @@ def decode(
     what they must write end with `FinishReason.CACHE_FULL` before anything is lost.
 
     Args:
-      model, params: the model and its variables.
+      model, params: the module and its variables; a TypeError says so of a `LoadedModel`.
       state: its cache, its logits and its top logits are donated: use the returned state from here
         on.
       passes: data, not shape: any number runs the same program.
@@ -70,7 +70,6 @@ def decode(
       until_any: the deprecated name of `stop_on_finish`.
 
     Raises:
-      TypeError: something else than a module, such as a LoadedModel.
       ValueError: a negative number of passes or of idle ones, more passes than the state has room
         to record, or a width, a number of pieces or of rows that it cannot take.
     """
