@@ -64,7 +64,7 @@ def engine():
         ({"max_new_tokens": -1}, ValueError, "max_new_tokens is -1; it must be at least 1"),
         ({"max_new_tokens": 10**30}, ValueError, "the model's context holds"),
         ({"seed": 1.5}, TypeError, r"seed is 1\.5; it must be an integer"),
-        ({"stop": 5}, TypeError, "stop is 5; it must be a list"),
+        ({"stop": 5}, TypeError, "stop is 5; it must be a text or a list of texts"),
         ({"stop": np.ones((2, 2))}, ValueError, "stop is array.*; give texts"),
         ({"prompt": np.array(0.0)}, ValueError, "a prompt is a text"),
         ({"prompt": range(10**30)}, ValueError, "the prompt has more than"),

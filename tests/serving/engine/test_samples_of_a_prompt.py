@@ -204,7 +204,7 @@ def test_where_a_sample_is_refused_none_goes_on():
         ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
         ({"min_length": -1}, "min_length is -1; it must be at least 0"),
         ({"stop": ("",)}, "stop is .*; give texts that are not empty"),
-        ({"stop": 5}, "stop is 5; it must be a list"),
+        ({"stop": 5}, "stop is 5; it must be a text or a list of texts"),
         ({"include_stop": "no"}, "include_stop is 'no'; it must be True, False or None"),
         ({"seed": 1.5}, "seed is 1.5; it must be an integer"),
         ({"sequence_bias": [(5, 6)]}, "a sequence of sequence_bias is 5; it must be the numbers"),
