@@ -1,6 +1,6 @@
 """Trains the embedded model by reward with TRL's GRPOTrainer, which samples from a jaxshare server.
 
-    jaxshare serve embedded --dtype f32 --weights-folder /tmp/weights
+    jaxshare serve embedded --dtype float32 --weights-folder /tmp/weights
     python examples/trl_grpo.py --weights-folder /tmp/weights [--model FOLDER] [--steps 20]
 
 TRL needs PyTorch, and may live in an environment of its own (`pip install trl==1.16.0 openai`): it

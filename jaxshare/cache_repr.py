@@ -23,20 +23,20 @@ class BriefCache:
         leaves = jax.tree.leaves(self)
         if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
             return f"<KVCache of {len(leaves)} leaves>"  # of a tree of something else
-        arena = jax.tree.leaves(self.keys)[0] if self.keys else None
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        arena, is_traced = jax.tree.leaves(self.keys)[0], not is_concrete(*leaves)
+        if not is_traced and any(
+            isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves
+        ):
             return (
                 "<KVCache that a program has consumed: forward and decode take the cache that they "
                 "are given; use the returned one>"
             )
         blocks = "1 block" if self.lengths.size == 1 else f"{self.lengths.size} blocks"
-        if is_concrete(self.lengths) and is_concrete(self.capacities):
+        if not is_traced:
             pairs = zip(np.asarray(self.lengths), np.asarray(self.capacities), strict=True)
             told = [f"{length}/{capacity}" for length, capacity in pairs]
             more = [f"... {len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
             blocks += f" ({', '.join([*told[:_SHOWN], *more])} tokens)"
         layers = "1 layer" if len(self.keys) == 1 else f"{len(self.keys)} layers"
-        shape = (
-            f", kv heads x tokens x size {arena.shape}, {arena.dtype}" if arena is not None else ""
-        )
-        return f"<KVCache: {blocks}, {layers}{shape}>"
+        shape = f"kv heads x tokens x size {arena.shape}, {arena.dtype}"
+        return f"<KVCache: {blocks}, {layers}, {shape}>"

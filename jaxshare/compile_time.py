@@ -10,7 +10,7 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from jax import monitoring
@@ -73,14 +73,8 @@ _NAMES = {
 }
 
 
-_entered = contextlib.ExitStack()
 _displays = set[progress.Display]()
 """Where compiling is shown now."""
-
-
-def report_compiles() -> None:
-    """Does what `reported_compiles` does, from here to the end of the process."""
-    _entered.enter_context(reported_compiles())
 
 
 @contextlib.contextmanager
@@ -92,6 +86,21 @@ def reported_compiles(display: progress.Display = progress.DISPLAY) -> Iterator[
     if display in _displays:
         yield
         return
+    stop = _report_to(display)
+    try:
+        yield
+    finally:
+        stop()
+
+
+def report_compiles() -> None:
+    """Does what `reported_compiles` does, from here to the end of the process."""
+    if progress.DISPLAY not in _displays:
+        _report_to(progress.DISPLAY)
+
+
+def _report_to(display: progress.Display) -> Callable[[], None]:
+    """Shows programs on a display from here on, until what it returns is called."""
     own = threading.local()
 
     def begin(event: str, value: float | int, **metadata: str | int) -> None:
@@ -107,15 +116,15 @@ def reported_compiles(display: progress.Display = progress.DISPLAY) -> Iterator[
         if event in _EVENTS and getattr(own, "works", None) and (work := own.works.pop()):
             work.close()
 
-    monitoring.register_scalar_listener(begin)
-    monitoring.register_event_duration_secs_listener(end)
-    _displays.add(display)
-    try:
-        yield
-    finally:
+    def stop() -> None:
         _displays.remove(display)
         monitoring.unregister_scalar_listener(begin)
         monitoring.unregister_event_duration_listener(end)
+
+    _displays.add(display)
+    monitoring.register_scalar_listener(begin)
+    monitoring.register_event_duration_secs_listener(end)
+    return stop
 
 
 class Stopwatch:

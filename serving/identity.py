@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxshare.models import Generation, LoadedModel
@@ -84,6 +84,21 @@ def is_surely_same(saved: Mapping[str, Any], name_then: str | None, name: str) -
         return False
     now = files_stamp(name)
     return not now or "files" not in saved or saved["files"] == now["files"]
+
+
+def check_ended_job(
+    what: str,
+    saved: Mapping[str, Any],
+    load: Callable[[], LoadedModel],
+    advice: str,
+    names: tuple[str | None, str],
+) -> None:
+    """Checks that a job that has ended was of the model that is named now; see `check_identity`.
+
+    The model is loaded only where its name or its files are not those that they were.
+    """
+    if not is_surely_same(saved, *names):
+        check_identity(what, saved, load(), advice, names)
 
 
 def _same_name(then: str | None, now: str | None) -> bool:

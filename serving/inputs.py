@@ -164,6 +164,12 @@ def check_context(
         )
 
 
+def is_dialogue(prompt: Any) -> bool:
+    """Returns whether a prompt is a list of messages, and no text and no tokens."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes)
+    return is_list and isinstance(next(iter(prompt), None), Mapping)
+
+
 def check_model(model: Any) -> None:
     """Raises TypeError for what is the name of a model, or none, in place of a model."""
     if model is None or isinstance(model, str | os.PathLike):

@@ -16,11 +16,11 @@ from scripts.bench.peer import TORCH_PYTHON, WAITING, Worker, WorkerError, faste
 from scripts.papers.hydragen_engines import ENGINE, SGLANG, VLLM
 
 ABSENT = "not installed"
+"""The start of the reason for which a side is nowhere."""
 NOT_MEASURED = (
     "x: not measured; the side takes more memory than there is, failed, or is not installed"
 )
 """The note below a table that has such cells."""
-"""The start of the reason for which a side is nowhere."""
 TEXTLESS = "vllm-no-text"
 ENGINES = {VLLM: VLLM, TEXTLESS: VLLM, SGLANG: SGLANG}
 """The package that each side of an engine runs."""

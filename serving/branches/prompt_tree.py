@@ -75,7 +75,9 @@ Prompts = (
 results of `read_prompts`."""
 
 
-def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
+def read_prompts(
+    prompts: Prompts, n: int, encode: Encode, vocab_size: int = _TOKEN_LIMIT
+) -> list[Prompt]:
     """Reads all prompts as tokens.
 
     The whole text of a prompt is encoded at once, so its tokens are those of the full prompt given
@@ -87,6 +89,7 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
         of `Prompt` stays as it is, so that a part of a longer list keeps its numbers.
       n: completions of each prompt, unless its `Branch` has a number of its own.
       encode: the tokenizer; called once for each different text.
+      vocab_size: below which tokens must be.
 
     Raises:
       ValueError: no prompt, one without text, an n below 1, or a value of another kind. The message
@@ -94,13 +97,7 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
     """
     encode = functools.cache(encode)
     check_n(n, "")
-    entries: Sequence[Any] = (
-        [prompts] if isinstance(prompts, (str, Branch)) or not _is_sequence(prompts) else prompts
-    )
-    if len(entries) and _is_token(entries[0]):
-        entries = [prompts]
-    if not len(entries):
-        raise ValueError("there are no prompts; give at least one, with at least one token of text")
+    entries = _entries(prompts)
     found: list[Prompt] = [entry for entry in entries if isinstance(entry, Prompt)]
     if len(found) == len(entries):
         return found
@@ -115,7 +112,7 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
         stack = [(root, f"branch {number}" if root is entry else f"prompt {number}", (), "", None)]
         while stack:
             branch, place, head, text, sampler = stack.pop()
-            _check_branch(branch, place)
+            _check_branch(branch, place, vocab_size)
             sampler = branch.sampler or sampler
             if isinstance(branch.text, str):
                 text += branch.text
@@ -137,7 +134,18 @@ def read_prompts(prompts: Prompts, n: int, encode: Encode) -> list[Prompt]:
     return found
 
 
-def _check_branch(branch: object, place: str) -> None:
+def _entries(prompts: Any) -> Sequence[Any]:
+    """The prompts as a list, where one was given alone."""
+    if isinstance(prompts, (str, Branch)) or not _is_sequence(prompts):
+        return [prompts]
+    if len(prompts) and _is_token(prompts[0]):
+        return [prompts]
+    if not len(prompts):
+        raise ValueError("there are no prompts; give at least one, with at least one token of text")
+    return prompts
+
+
+def _check_branch(branch: object, place: str, vocab_size: int) -> None:
     if not isinstance(branch, Branch):
         raise ValueError(
             f"{place} is of type {type(branch).__name__}, but children are Branch objects; wrap it "
@@ -155,6 +163,10 @@ def _check_branch(branch: object, place: str) -> None:
             raise ValueError(
                 f"{place} has the token {wrong[0]!r}; tokens are whole numbers of 0 or more, below "
                 "2**31"
+            )
+        if (largest := max(branch.text, default=0)) >= vocab_size:
+            raise ValueError(
+                f"{place} has the token {largest}, which is outside the vocabulary of {vocab_size}"
             )
     if not len(branch.text):
         raise ValueError(f"{place} has no text; give at least one token of text, or leave it out")
@@ -186,7 +198,7 @@ def check_n(n: Any, place: str = "") -> None:
         )
 
 
-def _is_sequence(value: object) -> bool:
+def _is_sequence(value: Any) -> bool:
     return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, bytes)
 
 

@@ -58,8 +58,8 @@ class Branches:
     Args:
       model: from `jaxshare.models.load`; all completions have its `adapter`, if it has one.
       prompts: text, tokens, messages for the chat template, a tree (`Branch`), or a list of these,
-        from which the tree of their common prefixes is built; or prompts with numbers of their own (`prompt_tree.Prompt`), such
-        as a part of a longer list. None samples from the end of `prefix`.
+        from which the tree of their common prefixes is built; or prompts with numbers of their own
+        (`prompt_tree.Prompt`), such as a part of a longer list. None samples from the end of `prefix`.
       n: completions of each prompt, by default 1. Number i of prompt p draws from the stream
         `jaxshare.seeds.stream_seed(seed, p, i)`, so its text depends neither on n nor on the other
         prompts, and two seeds share no stream.

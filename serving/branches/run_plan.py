@@ -4,7 +4,7 @@ A plan says which prefixes are shared, how many rows run at a time, and how much
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jaxshare.serving.branches.sharing_plan import (
     plan_sharing,
     unique_tokens,
 )
-from jaxshare.serving.inputs import check_model, encode, encode_messages, token_bytes
+from jaxshare.serving.inputs import check_model, encode, encode_messages, is_dialogue, token_bytes
 from jaxshare.serving.kvcache import sharing_cost
 from jaxshare.serving.kvcache.pool import standard_tokens, whole_tiles
 from jaxshare.serving.kvcache.sharing_cost import Chosen, Costs
@@ -112,19 +112,12 @@ def read_run_prompts(
     if prompts is None:
         check_n(n)
         return [Prompt(0, (), n)]
-    found = read_prompts(
+    return read_prompts(
         _without_messages(model, prompts),
         n,
         lambda text, first: encode(model, text, first=first and prefix is None),
+        model.config.vocab_size,
     )
-    vocab = model.config.vocab_size
-    for prompt in found:
-        if (largest := max(prompt.tokens, default=0)) >= vocab:
-            raise ValueError(
-                f"prompt {prompt.number} has the token {largest}, which is outside the vocabulary "
-                f"of {vocab}"
-            )
-    return found
 
 
 def _without_messages(model: LoadedModel, prompts: Any) -> Any:
@@ -134,9 +127,7 @@ def _without_messages(model: LoadedModel, prompts: Any) -> Any:
     def plain(entry: Any) -> Any:
         if isinstance(entry, jax.Array):
             return np.asarray(entry)
-        is_list = isinstance(entry, Sequence) and not isinstance(entry, str | bytes)
-        is_dialogue = is_list and len(entry) and isinstance(entry[0], Mapping)
-        return encode_messages(model, entry) if is_dialogue else entry
+        return encode_messages(model, entry) if is_dialogue(entry) else entry
 
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return plain(prompts)

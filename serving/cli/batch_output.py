@@ -15,7 +15,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.paths import reason
 from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.errors import RefusedInputError
-from jaxshare.serving.identity import check_identity, files_stamp, identity, is_surely_same
+from jaxshare.serving.identity import check_ended_job, check_identity, files_stamp, identity
 
 Key = tuple[int, tuple[int, ...], int]
 """A completion: the line of its prompt, the path of its branch in that line's tree, its number."""
@@ -175,15 +175,12 @@ def check_finished(
 ) -> None:
     """Checks that a finished job was of the model that is named now.
 
-    The model is loaded only where its name or its files are not those that they were.
-
     Raises:
       ValueError: the job was of another model.
     """
     saved, name = _read_model(job)
-    if not is_surely_same(saved, name, settings["model"]):
-        names = name, settings["model"]
-        check_identity(f"the job of {output}", saved, load(), OTHER, names)
+    names = name, settings["model"]
+    check_ended_job(f"the job of {output}", saved, load, OTHER, names)
 
 
 def open_existing(output: Path, resume: bool) -> BinaryIO:

@@ -27,6 +27,7 @@ from jaxshare.serving.inputs import (
     chosen,
     encode,
     encode_messages,
+    is_dialogue,
     stop_texts,
     token_bytes,
 )
@@ -179,8 +180,7 @@ def prompt_tokens(
       TypeError: it is nothing of the kind.
     """
     prompt = np.asarray(prompt) if isinstance(prompt, jax.Array) else prompt
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-    messages = is_list and isinstance(next(iter(prompt), None), Mapping)
+    messages = is_dialogue(prompt)
     if (tools or chat_template_kwargs) and not messages:
         name = "tools" if tools else "chat_template_kwargs"
         raise ValueError(f"{name} are for the chat template, but the prompt is no list of messages")

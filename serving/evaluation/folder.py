@@ -11,7 +11,7 @@ from jaxshare.serving import checksums, jsonl
 from jaxshare.serving.evaluation import provenance, runs, scoring
 from jaxshare.serving.evaluation.runs import Run
 from jaxshare.serving.evaluation.scoring import Point
-from jaxshare.serving.identity import check_identity, files_stamp, identity, is_surely_same
+from jaxshare.serving.identity import check_ended_job, check_identity, files_stamp, identity
 
 SETTINGS, RUNS, SCORES, RESULT, TABLE, PICTURE = (
     "settings.json",
@@ -136,14 +136,12 @@ def check_model(folder: Path, model: LoadedModel, name: str) -> dict[str, Any]:
 def check_finished(folder: Path, name: str, load: Callable[[], LoadedModel]) -> None:
     """Checks that a finished evaluation was of the model that is named now.
 
-    The model is loaded only where its name or its files are not those that they were.
-
     Raises:
       ValueError: the evaluation was of another model.
     """
     saved = checksums.loads((folder / SETTINGS).read_bytes())
-    if not is_surely_same(saved, saved["settings"].get("model"), name):
-        check_model(folder, load(), name)
+    names = saved["settings"].get("model"), name
+    check_ended_job(f"the evaluation in {folder}", saved, load, OTHER, names)
 
 
 def check_code(folder: Path) -> None:

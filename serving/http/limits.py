@@ -14,7 +14,8 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 class BodyLimits:
-    """Refuses heads that are too large (400), and bodies that are too large (413), too slow (408), or too much together (503).
+    """Refuses heads that are too large (400), and bodies that are too large (413), too slow (408), or
+    too much together (503).
 
     Args:
       app: that is asked.

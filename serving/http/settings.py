@@ -118,34 +118,35 @@ class ServerSettings:
 
 
 def _checked_names(given: Any) -> tuple[str, ...]:
-    names = as_texts("served_model_name", given)
+    error = "served_model_name is {}; a name has 1 to 256 characters and no space"
+    names = _matching("served_model_name", given, _NAME, error)
     if not names:
         raise ValueError("served_model_name is empty; give at least one name")
-    if wrong := [name for name in names if not _NAME.fullmatch(name)]:
-        raise ValueError(
-            f"served_model_name is {shown(wrong[0])}; a name has 1 to 256 characters and no space"
-        )
     return tuple(dict.fromkeys(names))
 
 
+def _matching(name: str, given: Any, pattern: re.Pattern[str], error: str) -> tuple[str, ...]:
+    """The texts of a setting, or a ValueError with the first that does not match in its braces."""
+    texts = as_texts(name, given)
+    if wrong := [each for each in texts if not pattern.fullmatch(each)]:
+        raise ValueError(error.format(shown(wrong[0])))
+    return texts
+
+
 def _checked_origins(given: Any) -> tuple[str, ...]:
-    origins = as_texts("allowed_origins", given)
-    if wrong := [each for each in origins if not _ORIGIN.fullmatch(each)]:
-        raise ValueError(
-            f"--allow-origin is {shown(wrong[0])}, which is no origin; give a scheme and a host "
-            "without a path, such as https://example.org, or * for all"
-        )
-    return origins
+    error = (
+        "--allow-origin is {}, which is no origin; give a scheme and a host without a path, such as "
+        "https://example.org, or * for all"
+    )
+    return _matching("allowed_origins", given, _ORIGIN, error)
 
 
 def _checked_hosts(given: Any) -> tuple[str, ...]:
-    hosts = as_texts("allowed_hosts", given)
-    if wrong := [each for each in hosts if not _HOST.fullmatch(each)]:
-        raise ValueError(
-            f"--allowed-host is {shown(wrong[0])}, which is no name of a host; give one without a "
-            "scheme and a port, such as llm.example.org"
-        )
-    return tuple(each.lower() for each in hosts)
+    error = (
+        "--allowed-host is {}, which is no name of a host; give one without a scheme and a port, "
+        "such as llm.example.org"
+    )
+    return tuple(each.lower() for each in _matching("allowed_hosts", given, _HOST, error))
 
 
 def _checked_keys(given: Any) -> tuple[str, ...]:

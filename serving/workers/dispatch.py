@@ -37,8 +37,7 @@ def run_passes(session: SessionState, passes: int) -> None:
             if session.shares_passes:
                 elsewhere, interrupt = _run_on_engine(session, passes)
             else:
-                with interrupts_held_back():
-                    _run_alone(session, passes)
+                _run_alone(session, passes)
         with interrupts_held_back():
             _read(session)
         if session.engine and session.lease and not can_run(session, session.settings["budget"]):

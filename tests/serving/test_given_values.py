@@ -1,5 +1,6 @@
 """Values of another kind are refused by name, before anything is computed."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,6 +99,9 @@ def test_objects_are_shown_in_a_line():
     cache = KVCache.create(model.config, [8, 5, *[1] * 20])
     assert repr(cache).startswith("<KVCache: 22 blocks (0/8, 0/5, 0/1")
     assert "... 14 more" in repr(cache)
+    traced = []
+    jax.jit(lambda given: traced.append(repr(given)) or given.lengths)(cache)
+    assert traced[0].startswith("<KVCache: 22 blocks, 1 layer, "), "inside jit without numbers"
     layout = Layout.from_blocks([[0]])
     _, after = model.forward([[5, 6]], [2], cache, layout)
     assert "(2/8, 0/5" in repr(after) and "has consumed" in repr(cache)

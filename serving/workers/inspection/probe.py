@@ -115,7 +115,7 @@ class Snapshot:
         return cls(
             session.passes,
             blocks,
-            _rows(session.layout, dict(zip(session.blocks, lengths, strict=True))),
+            _rows(session.layout.sees, dict(zip(session.blocks, lengths, strict=True))),
             tuple(attention),
         )
 
@@ -133,39 +133,22 @@ class Snapshot:
                 f"lengths has no length for the block {missing[0]!r}; the layout's blocks are "
                 f"{', '.join(layout.blocks)}"
             )
-        offsets = itertools.accumulate((lengths[b] for b in layout.blocks), initial=0)
-        blocks = tuple(
-            BlockExtent(b, offset, lengths[b], lengths[b], 0)
-            for b, offset in zip(layout.blocks, offsets, strict=False)
-        )
-        return cls(0, blocks, _rows(layout, lengths))
+        return cls(0, _in_line({b: lengths[b] for b in layout.blocks}), _rows(layout.sees, lengths))
 
     @classmethod
     def of_branches(cls, run: Any) -> "Snapshot":
         """The blocks of a run of `Branches` as it was planned: common prefixes, then for each
         completion what its prompt has beside them, after which it writes. They follow each other in
         the arena."""
-        plan, samples = run.sharing_plan, run.sharing_plan.samples
+        plan, sees = run.sharing_plan, dict[str, list[str]]()
         lengths = {f"prefix {i}": len(each.tokens) for i, each in enumerate(plan.blocks, 1)}
-        rows: dict[str, tuple[Listed, ...]] = {}
-        for sample in samples:
+        for sample in plan.samples:
             name = f"prompt {sample.prompt}, no. {sample.index}"
-            seen = [f"prefix {1 + block}" for block in plan.path(sample.block)]
+            sees[name] = [f"prefix {1 + block}" for block in plan.path(sample.block)]
             if sample.suffix:
                 lengths[name] = len(sample.suffix)
-                seen.append(name)
-            starts = itertools.accumulate((lengths[each] for each in seen), initial=0)
-            rows[name] = tuple(
-                Listed(each, start, lengths[each])
-                for each, start in zip(seen, starts, strict=False)
-            )
-        offsets = itertools.accumulate(lengths.values(), initial=0)
-        size = token_bytes(run.model)
-        blocks = tuple(
-            BlockExtent(name, offset, length, length, length * size)
-            for (name, length), offset in zip(lengths.items(), offsets, strict=False)
-        )
-        return cls(0, blocks, rows)
+                sees[name].append(name)
+        return cls(0, _in_line(lengths, token_bytes(run.model)), _rows(sees, lengths))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -254,9 +237,20 @@ def _is_trace(file: str) -> bool:
     return True
 
 
-def _rows(layout: "WorkersLayout", lengths: Mapping[str, int]) -> dict[str, tuple[Listed, ...]]:
+def _in_line(lengths: Mapping[str, int], bytes_per_token: int = 0) -> tuple[BlockExtent, ...]:
+    """Blocks of these lengths that follow each other in the arena."""
+    offsets = itertools.accumulate(lengths.values(), initial=0)
+    return tuple(
+        BlockExtent(name, offset, length, length, length * bytes_per_token)
+        for (name, length), offset in zip(lengths.items(), offsets, strict=False)
+    )
+
+
+def _rows(
+    sees: Mapping[str, Sequence[str]], lengths: Mapping[str, int]
+) -> dict[str, tuple[Listed, ...]]:
     rows = {}
-    for worker, seen in layout.sees.items():
+    for worker, seen in sees.items():
         starts = itertools.accumulate((lengths[b] for b in seen), initial=0)
         rows[worker] = tuple(
             Listed(b, start, lengths[b]) for b, start in zip(seen, starts, strict=False)

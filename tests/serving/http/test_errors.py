@@ -342,6 +342,11 @@ def test_unknown_fields_are_left_out_and_told_once(tiny, caplog):
     assert "secret" not in caplog.text
 
 
+def called(made, host, path="/v1/models"):
+    """The answer to a request that calls the server by this name."""
+    return made.http.get(path, headers={"Host": host})
+
+
 def test_a_server_on_this_machine_answers_to_its_names_alone(tiny):
     for host, status in (
         ("localhost:9", 200),
@@ -350,10 +355,10 @@ def test_a_server_on_this_machine_answers_to_its_names_alone(tiny):
         ("evil.example", 403),
         ("127.0.0.1.evil.example", 403),
     ):
-        answer = tiny.http.get("/v1/models", headers={"Host": host})
+        answer = called(tiny, host)
         assert answer.status_code == status
         for path in ("/health", "/ready"):  # of probes, whose answers say nothing
-            assert tiny.http.get(path, headers={"Host": host}).status_code in (200, 503)
+            assert called(tiny, host, path).status_code in (200, 503)
     message = refused(answer, 403, None, "host_not_allowed")
     assert "'127.0.0.1.evil.example'" in message and "--allowed-host" in message
 
@@ -366,8 +371,7 @@ def test_names_that_a_proxy_passes_on_may_be_allowed():
             ("localhost", 200),
             ("example.org", 403),
         ):
-            answer = made.http.get("/v1/models", headers={"Host": host})
-            assert answer.status_code == status
+            assert called(made, host).status_code == status
 
 
 def test_origins_that_are_named_may_ask():
