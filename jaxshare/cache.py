@@ -33,7 +33,7 @@ from jaxshare.arena import (
     copy_tokens_over,
     extents,
 )
-from jaxshare.cache_config import CacheConfig
+from jaxshare.cache_config import CacheConfig, check_config
 from jaxshare.cache_repr import BriefCache
 from jaxshare.cpu.large_pages import use_large_pages
 from jaxshare.faults import Fault
@@ -127,6 +127,7 @@ class KVCache(BriefCache):
           ValueError: fewer than one token or slot, too many tokens, kv heads that do not divide
             over the mesh, or an approximation that is not known.
         """
+        check_config(config)
         check_approximation("approximate", approximate)
         import_kernels()  # every program of a model has a cache before its first trace
         if tokens < 1 or num_blocks < 1:

@@ -26,3 +26,10 @@ class CacheConfig(Protocol):
     def rope(self) -> Rope: ...
     @property
     def layer_ropes(self) -> tuple[Rope, ...]: ...
+
+
+def check_config(config: CacheConfig) -> None:
+    """Raises TypeError for what is no config; of a model it names the attribute that is one."""
+    if not hasattr(config, "num_kv_heads"):
+        of_model = "; give model.config" if hasattr(config, "config") else ""
+        raise TypeError(f"config is a {type(config).__name__}, not a model's config{of_model}")

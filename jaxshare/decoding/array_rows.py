@@ -58,3 +58,18 @@ def with_own_buffers[T](state: T) -> T:
         return placed(np.array(array)) if is_concrete(array) else jnp.copy(array)
 
     return jax.tree.map(own, state)
+
+
+def shapes_of(arrays: Any) -> Any:
+    """A `ShapeDtypeStruct` for each array, with which a program for such arrays is compiled."""
+    return jax.tree.map(_shape_of, arrays)
+
+
+def _shape_of(array: Array | np.ndarray) -> jax.ShapeDtypeStruct:
+    if not isinstance(array, Array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+    # An array that was put nowhere on purpose goes where others of the call are.
+    sharding = array.sharding if array.committed else None
+    return jax.ShapeDtypeStruct(
+        array.shape, array.dtype, sharding=sharding, weak_type=array.weak_type
+    )

@@ -77,20 +77,45 @@ def decode(
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
     _check(model, state, passes, width, pieces, rows, max_idle)
+    limits = _limits(passes, max_idle, stop_on_finish)
+    return _decode(*_arguments(model, params, state, changes, limits, width, pieces, rows))
+
+
+def compile_decode(
+    model: DecodeModel,
+    params: Any,
+    state: DecodeState,
+    *,
+    width: int = 1,
+    pieces: int | None = None,
+    rows: int | None = None,
+    changes: Changes | None = None,
+) -> None:
+    """Compiles what `decode` runs with such arguments, which finds it then.
+
+    In any thread, beside dispatches of the same state: of arrays only the shapes are read, so these
+    may be `shapes_of` them.
+    """
+    limits = _limits(0, None, False)
+    _decode.lower(*_arguments(model, params, state, changes, limits, width, pieces, rows)).compile()
+
+
+def _arguments(
+    model: DecodeModel,
+    params: Any,
+    state: DecodeState,
+    changes: Changes | None,
+    limits: np.ndarray,
+    width: int,
+    pieces: int | None,
+    rows: int | None,
+) -> tuple[Any, ...]:
+    """Those of `_decode`."""
     donated: Any = dict.fromkeys(("cache", "logits", "top_logits"))
-    return _decode(
-        model,
-        params,
-        state.cache,
-        state.logits,
-        state.top_logits,
-        dataclasses.replace(state, **donated),
-        changes,
-        _limits(passes, max_idle, stop_on_finish),
-        width,
-        pieces,
-        None if rows == state.layout.num_rows else rows,
-    )
+    rest = dataclasses.replace(state, **donated)
+    few = None if rows == state.layout.num_rows else rows
+    arrays = state.cache, state.logits, state.top_logits, rest, changes, limits
+    return model, params, *arrays, width, pieces, few
 
 
 def _check(

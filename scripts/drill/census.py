@@ -128,7 +128,7 @@ def _reachable(engine: Engine) -> dict[str, int]:
     Logits Cache and what decides where it pays, the counts from which seeds are derived, free
     memory in pieces that come together again, and the last sampler of each row.
     """
-    kv, samplers = engine._scheduler.kv, engine._scheduler._decode_rows._samplers
+    kv, samplers = engine._scheduler.kv, engine._scheduler.decode_rows._samplers
     bounded = (
         *(engine.model, kv.tree, kv._policy, engine.logits_cache),
         *(engine._seeds.counts, kv.pool._free_list, samplers, engine._scheduler.output.payoff),

@@ -87,16 +87,21 @@ class ModelSpec:
     @classmethod
     def of(cls, options: argparse.Namespace, *, several: bool = False) -> "ModelSpec":
         """The model of a command's options; `several` as for `AdapterFolders.of`."""
-        is_folder = options.model != "embedded" and Path(options.model).is_dir()
         return cls(
-            str(Path(options.model).resolve()) if is_folder else options.model,
+            options.model,
             options.dtype,
             options.tensor,
             options.kv,
             getattr(options, "expert", 1),
             options.approximate_kv,
             AdapterFolders.of(options, several=several),
-        )
+        ).here()
+
+    def here(self) -> "ModelSpec":
+        """The same, where a folder is named from the root, as other nodes have it."""
+        is_folder = self.path != "embedded" and Path(self.path).is_dir()
+        path = str(Path(self.path).resolve()) if is_folder else self.path
+        return dataclasses.replace(self, path=path)
 
     def outline(self) -> LoadedModel:
         """Reads the model without its parameters, on the machine that distributes work.

@@ -106,11 +106,13 @@ class _Job:
       task: as given.
       arrived: the keys that have arrived.
       deaths: replicas that have died over it since the last key arrived.
+      is_wanted: whether the run that it belongs to goes on.
     """
 
     task: Any
     arrived: set[Hashable] = dataclasses.field(default_factory=set)
     deaths: int = 0
+    is_wanted: bool = True
 
 
 @dataclasses.dataclass
@@ -231,19 +233,28 @@ class RayPool:
     def run(self, tasks: Sequence[Any]) -> Iterator[JobResult]:
         """Does the tasks, started in this order, and yields their results as they come.
 
+        After an error, or where the caller stops, the pool can run other tasks. Tasks under way are
+        done first, and what they make is dropped.
+
         Raises:
           ValueError: a task that has ended several replicas, named by its `str`; or an error of
             `start`, from later replicas.
           Exception: any error of the work function itself.
         """
         self._queue = collections.deque(_Job(task) for task in tasks)
-        while self._queue or any(handle.job for handle in self._handles.values()):
+        try:
+            while self._queue or any(h.job and h.job.is_wanted for h in self._handles.values()):
+                for handle in self._handles.values():
+                    if handle.stage == "ready" and self._queue:
+                        job = self._queue.popleft()
+                        handle.stage, handle.job = "working", job
+                        handle.reply = handle.actor.start.remote(job.task, frozenset(job.arrived))
+                yield from self._poll()
+        finally:
+            self._queue.clear()
             for handle in self._handles.values():
-                if handle.stage == "ready" and self._queue:
-                    job = self._queue.popleft()
-                    handle.stage, handle.job = "working", job
-                    handle.reply = handle.actor.start.remote(job.task, frozenset(job.arrived))
-            yield from self._poll()
+                if handle.job:
+                    handle.job.is_wanted = False
 
     def _num_replicas(self, nodes: Sequence[Mapping[str, float]]) -> int:
         """The number of replicas, given the resources of the nodes.
@@ -308,8 +319,12 @@ class RayPool:
             try:
                 results += self._handle_reply(handle, ray.get(reply))
             except ray.exceptions.RayTaskError as error:
-                # Its cause is the error that the replica's process raised.
-                raise error.cause from error
+                job = handle.job
+                if job:
+                    handle.stage, handle.reply, handle.job = "ready", None, None
+                if job is None or job.is_wanted:
+                    # Its cause is the error that the replica's process raised.
+                    raise error.cause from error
             except ray.exceptions.RayError as error:
                 self._replica_died(handle, error)
         return results
@@ -334,22 +349,25 @@ class RayPool:
             handle.stage, handle.reply, handle.job = "ready", None, None
         else:
             handle.reply = handle.actor.next_results.remote()
+        if not job.is_wanted:
+            return []
         return [JobResult(job.task, key, value, handle.number) for key, value in new.items()]
 
     def _replica_died(self, handle: _ReplicaHandle, error: Exception) -> None:
         """Spawns another replica for one that has died, and puts its job back at the front."""
         reason, where = _death_reason(error), f" on {handle.node}" if handle.node else ""
         self._kill(handle.number)
-        if handle.job:
+        if handle.job and handle.job.is_wanted:
             handle.job.deaths += 1
             if handle.job.deaths == _MAX_DEATHS:
+                self._spawn()  # for other tasks
                 raise ValueError(
                     f"{handle.job.task} ended {_MAX_DEATHS} replicas one after the other, the "
                     f"last{where} ({reason}); take it out of the input, or give a replica more "
                     "memory"
                 ) from error
             self._queue.appendleft(handle.job)
-        else:
+        elif handle.stage in ("placing", "loading"):
             self._failed_starts += 1
             if self._failed_starts == _MAX_DEATHS:
                 raise ValueError(

@@ -1,7 +1,9 @@
 """The rows of the jitted decode loop: its state and samplers, as requests enter and leave it."""
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,22 +12,23 @@ import numpy as np
 from jax import Array
 
 from jaxshare import DecodeState, Sampler, decode
-from jaxshare.decoding.array_rows import filled
-from jaxshare.decoding.changes import Action, Changes, Start
+from jaxshare.decoding.array_rows import filled, shapes_of
+from jaxshare.decoding.changes import Action, Changes
+from jaxshare.decoding.loop import compile_decode
 from jaxshare.decoding.pieces import num_pieces
-from jaxshare.decoding.processing import Processing, ProcessorPlaces
+from jaxshare.decoding.processing import Processing
 from jaxshare.decoding.processors import LogitsProcessor
 from jaxshare.decoding.row_transfer import on_host, take_rows
-from jaxshare.decoding.samplers import SamplerPlaces, Samplers
+from jaxshare.decoding.samplers import Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.dispatched import Dispatched
+from jaxshare.serving.engine.loop_sizes import LoopSizes
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import WIDTH, RunningRequest
 from jaxshare.serving.engine.session_passes import (
-    MIN_PLACES,
     PlacedSession,
     RowShape,
     SessionPasses,
@@ -76,7 +79,7 @@ class DecodeRows:
         sessions: bool = False,
     ):
         self._model, self._kv, self._num_rows, self._passes = model, kv, rows, passes
-        self._num_top_logits = num_top_logits
+        self._sizes = LoopSizes(num_top_logits=num_top_logits)
         self._views = ViewBuilder(rows, FanInGroups(rows, groups))
         self._view = self._views.build({})  # of the last dispatch
         self._samplers = [Sampler()] * rows
@@ -86,11 +89,8 @@ class DecodeRows:
         # Requests that come later find few rows in use at times; those of a batch seldom do.
         self._few = few_rows(rows) if sessions else rows
         self._is_warm = False
-        self._places = MIN_PLACES
         self._grammars = GrammarPlaces(model.config.vocab_size)
         self._grammar_states: dict[int, int] = {}  # of rows that enter with the next dispatch
-        self._processors, self._processed, self._both = ProcessorPlaces(), False, False
-        self._history = 0, 0  # sizes of the texts that samplers look at
         # Rows that leave, resume and enter with the next dispatch.
         self._left: list[int] = []
         self._resumed: list[int] = []
@@ -132,10 +132,10 @@ class DecodeRows:
             stops=self._model.generation.stop_tokens,
             queue=shape.pending,
             capacity=shape.outputs,
-            places=self._places,
+            places=self._sizes.samplers,
             max_width=WIDTH,
             logprobs=True,
-            num_top_logits=self._num_top_logits,
+            num_top_logits=self._sizes.num_top_logits,
             steps=steps,
         )
 
@@ -145,7 +145,7 @@ class DecodeRows:
         Args:
           rows: with at most `MAX_PENDING` unread tokens, or logits.
         """
-        self._grow([row.request for row in rows])
+        self._grow(self._sizes.grown([row.request for row in rows], self._model))
         for row in rows:
             row.decoding = True
             if self._samplers[row.index] != row.request.sampler:
@@ -174,13 +174,7 @@ class DecodeRows:
         """
         self.state = self.state or self._created()
         changes = self._changes(rows, [blocks for _, _, blocks in sessions])
-        state, arena = self._state_with_inputs(), self._kv.pool.cache
-        state = dataclasses.replace(
-            state,
-            cache=dataclasses.replace(
-                state.cache, keys=arena.keys, values=arena.values, faults=arena.faults
-            ),
-        )
+        state = self._state_with_inputs()
         placed = [
             PlacedSession(session, taken, block)
             for (session, taken, _), block in zip(sessions, self._view.first, strict=True)
@@ -201,7 +195,7 @@ class DecodeRows:
             state,
             passes=passes,
             width=WIDTH,
-            pieces=min(self._pieces, num_pieces(num_rows, WIDTH)),
+            pieces=self._pieces_of(num_rows),
             rows=num_rows,
             stop_on_finish=stop_on_finish,
             max_idle=max_idle,
@@ -238,7 +232,7 @@ class DecodeRows:
         changes.act(self._resumed, Action.RESUME)
         changes.act(self._left, Action.RETIRE)
         for index, row in self._entering.items():
-            changes.admit(index, _start(row, self._grammar_states.pop(index)))
+            changes.admit(index, row.start(self._grammar_states.pop(index)))
         self._left.clear()
         self._resumed.clear()
         return changes
@@ -246,31 +240,35 @@ class DecodeRows:
     def _state_with_inputs(self) -> DecodeState:
         """The state with the samplers of all rows, and the logits of those that enter with some."""
         assert self.state is not None
+        sizes, arena = self._sizes, self._kv.pool.cache
         if self._stacked is None:
             stops = self._model.generation.stop_tokens
             self._stacked = (
-                Samplers.stack(self._samplers, places=self._places, stops=stops),
-                Processing.stack(self._samplers, places=self._processors),
+                Samplers.stack(self._samplers, places=sizes.samplers, stops=stops),
+                Processing.stack(self._samplers, places=sizes.processors),
             )
         samplers, processing = self._stacked
         processing = processing and self._with_states(processing)
         processed = self.state.processed
-        if self._processed and processed is None:
+        if sizes.processed and processed is None:
             processed = filled(self._num_rows, False, bool)
         raw = self.state.raw_logprobs
-        if self._both and (raw is None or raw.shape != self.state.tokens.shape):
+        if sizes.both and (raw is None or raw.shape != self.state.tokens.shape):
             raw = filled(self.state.tokens.shape, dtype=np.float32)  # what it had is taken
-        history = self.state.history.grown(*self._history)
+        history = self.state.history.grown(sizes.vocab, sizes.texts)
         for row in self._entering.values():
             if row.request.sampler.looks_back:
                 tokens = row.request.tokens.tolist()
                 history = history.with_text(row.index, tokens, len(row.request.prompt))
         top_logits = self.state.top_logits
-        if top_logits.tokens.shape[-1] < self._num_top_logits:  # what it had is taken
+        if top_logits.tokens.shape[-1] < sizes.num_top_logits:  # what it had is taken
             shape, vocab = self.state.tokens.shape, self._model.config.vocab_size
-            top_logits = TopLogits.empty(shape, self._num_top_logits, vocab)
+            top_logits = TopLogits.empty(shape, sizes.num_top_logits, vocab)
         state = dataclasses.replace(
             self.state,
+            cache=dataclasses.replace(
+                self.state.cache, keys=arena.keys, values=arena.values, faults=arena.faults
+            ),
             samplers=samplers,
             history=history,
             top_logits=top_logits,
@@ -358,7 +356,7 @@ class DecodeRows:
         From then on a program of few rows runs while few are in use: without, they would wait for
         the compiler then.
         """
-        self._grow(requests)
+        self._grow(self._sizes.grown(requests, self._model))
         logits = jnp.zeros((self._num_rows, self._model.config.vocab_size))
         self.state = (self.state or self._created()).with_logits([], logits)
         for is_warm in (False, self._few < self._num_rows):
@@ -367,28 +365,51 @@ class DecodeRows:
             self.fetch()
         self._views.keep_groups()
 
-    def _grow(self, requests: Sequence[Request]) -> None:
-        """Makes places for the settings of these requests' samplers, and for their texts."""
-        if not requests:
-            return
-        samplers = [each.sampler for each in requests]
-        stops = self._model.generation.stop_tokens
-        places = self._places.grown(SamplerPlaces.of(samplers, stops))
-        processors = self._processors.grown(ProcessorPlaces.of(samplers))
-        if places != self._places or processors != self._processors:
-            self._places, self._processors, self._stacked = places, processors, None
-        self._processed |= any(each.processed for each in requests)
-        self._both |= any(each.both for each in requests)
-        logits = max((each.num_top_logprobs for each in requests), default=0)
-        if logits > self._num_top_logits:
-            self._num_top_logits = min(bucket(logits), self._model.config.vocab_size)
-        vocab, capacity = self._history
-        for each in requests:
-            if each.sampler.counts_tokens:
-                vocab = self._model.config.vocab_size
-            if each.sampler.reads_tokens:
-                capacity = max(capacity, bucket(each.max_tokens))
-        self._history = vocab, capacity
+    @property
+    def sizes(self) -> LoopSizes:
+        """The sizes that there is room for."""
+        return dataclasses.replace(self._sizes, grammars=self._grammars.sizes)
+
+    def sizes_for(self, requests: Sequence[Request]) -> LoopSizes:
+        """The sizes with room for these requests, too."""
+        found = [compile_grammar(self._model, each.sampler) for each in requests]
+        grammars = self._grammars.sizes_for(grammar for grammar in found if grammar)
+        return dataclasses.replace(self._sizes.grown(requests, self._model), grammars=grammars)
+
+    def grow(self, sizes: LoopSizes) -> None:
+        """Makes room of these sizes, none of them smaller than what there is."""
+        self._grow(sizes)
+        self._grammars.grow(sizes.grammars)
+
+    def _grow(self, sizes: LoopSizes) -> None:
+        has = self._sizes
+        if (sizes.samplers, sizes.processors) != (has.samplers, has.processors):
+            self._stacked = None
+        self._sizes = sizes
+
+    def programs(self, sizes: LoopSizes) -> list[Callable[[], None]]:
+        """Calls that compile the loop of these sizes, in any thread, while this one goes on."""
+        other = copy.copy(self)
+        other._entering, other._grammars = {}, copy.copy(self._grammars)
+        other.grow(sizes)
+        state, view = other._state_with_inputs(), self._view
+        changes = Changes.none(state.pending.shape[1], view.listed, view.table)
+        arrays = shapes_of((self._model.variables, state, changes))
+        return [
+            functools.partial(
+                compile_decode,
+                self._model.module,
+                *arrays[:2],
+                width=WIDTH,
+                pieces=self._pieces_of(num_rows),
+                rows=num_rows,
+                changes=arrays[2],
+            )
+            for num_rows in {self._few if self._is_warm else self._num_rows, self._num_rows}
+        ]
+
+    def _pieces_of(self, num_rows: int) -> int:
+        return min(self._pieces, num_pieces(num_rows, WIDTH))
 
     def grammar_error(self, index: int) -> str:
         """Why the grammar of a row can be read on no more; an empty text where it can."""
@@ -426,18 +447,4 @@ def _no_changes(state: DecodeState) -> Changes:
         np.zeros(state.layout.blocks.shape, np.int32),
         np.zeros((4, state.cache.num_blocks), np.int32),
         keeps_view=True,
-    )
-
-
-def _start(row: RunningRequest, grammar: int) -> Start:
-    request = row.request
-    return Start(
-        request.seed,
-        request.max_new_tokens,
-        len(request.output),
-        row.unread.tolist() if row.logits is None else (),
-        request.recorded,
-        request.scored,
-        grammar,
-        request.processed,
     )

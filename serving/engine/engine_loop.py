@@ -11,6 +11,7 @@ from jaxshare.compile_time import compile_seconds
 from jaxshare.models.config_fields import first_line
 from jaxshare.serving.engine.decisions import StepDecisions
 from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.programs_ahead import ProgramsAhead
 from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.submitted_sessions import SubmittedSessions
 from jaxshare.serving.engine.tracing import RequestTracer
@@ -21,6 +22,10 @@ log = logging.getLogger("jaxshare.engine")
 
 _LONG_SECONDS = 1.0
 """The time of compiling that is logged."""
+
+_COMPILER_SECONDS = 0.05
+"""How long a step waits for a program where nothing else is to be done, before it looks for requests
+that were cancelled."""
 
 
 class EngineLoop:
@@ -41,6 +46,8 @@ class EngineLoop:
         self._closed, self._step_seconds = False, 0.0  # of the last step
         self._is_warm, self._options = False, set[str]()  # those that requests have had
         self._is_held = False  # requests that have not begun wait for other weights
+        if not leases.shared:  # several processes must grow in the same step
+            scheduler.ahead = ProgramsAhead(scheduler.decode_rows, metrics, self._wake)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -150,10 +157,23 @@ class EngineLoop:
             self._changed.notify_all()  # a session may wait for requests to finish
             # Where others decide, the sessions of the last dispatch need not be waited for.
             more = self._sessions.expected if decides else self._sessions.submitted
+            if busy and self._only_compiles:
+                self._changed.wait(_COMPILER_SECONDS)
             if busy or self._submitted or more:
                 return True
             self._thread = None
             return False
+
+    @property
+    def _only_compiles(self) -> bool:
+        """True if nothing runs, as all that is left waits for a program."""
+        scheduler = self._scheduler
+        running = scheduler.live or len(scheduler.sessions)
+        return not running and scheduler.ahead is not None and scheduler.ahead.compiling
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _tell_of_compiling(self, seconds: float) -> None:
         """Logs that requests waited for a program, with the options that they have and earlier ones

@@ -88,6 +88,7 @@ class Request:
         this version. The tokens after the last of them have the engine's.
       adapter: that it is answered with, or None.
       waited: whether it has waited for a prefix that another request computed.
+      fits: whether the decode loop was found to have room for its options.
       restarts: the number of times that tokens were thrown away, because the weights had changed.
       context: of its submission, in which its end is logged.
       cancel_wanted: whether it is to be cancelled, which is decided before a step; cancelled:
@@ -134,6 +135,7 @@ class Request:
     restarts: int = 0
     adapter: Adapter | None = None
     waited: bool = False
+    fits: bool = False
     context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
 
     @property

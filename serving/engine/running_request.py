@@ -2,9 +2,13 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 from jax import Array
 
+from jaxshare.decoding.changes import Start
+from jaxshare.decoding.top_logits import largest_logprobs
+from jaxshare.serving.engine.dispatched import Dispatched
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.speculation import DraftLookup
 from jaxshare.serving.kvcache.pool import Extent
@@ -48,6 +52,35 @@ class RunningRequest:
         """Tokens that are not cached yet."""
         path = [node for node in self.node.path() if node.writing]
         return np.concatenate([node.tokens[node.num_cached :] for node in path])
+
+    def start(self, grammar: int) -> Start:
+        """How it begins in the decode loop, with this state of its grammar."""
+        request = self.request
+        return Start(
+            request.seed,
+            request.max_new_tokens,
+            len(request.output),
+            self.unread.tolist() if self.logits is None else (),
+            request.recorded,
+            request.scored,
+            grammar,
+            request.processed,
+        )
+
+    def take(self, result: Dispatched) -> list[int]:
+        """The tokens that it has sampled in a dispatch; its request takes what is kept of these."""
+        request, new = self.request, slice(0, int(result.num_held[self.index]))
+        if request.scored:
+            request.logprobs += result.logprobs[self.index, new].tolist()
+        if request.both:
+            request.raw_logprobs += result.raw_logprobs[self.index, new].tolist()
+        if request.recorded and new.stop:
+            top = jax.tree.map(lambda array: array[self.index, new], result.top_logits)
+            if count := request.num_top_logprobs:
+                request.top_logprobs += largest_logprobs(top, count)
+            else:
+                request.top_logits.append(top)
+        return result.tokens[self.index, new].tolist()
 
     @property
     def needs_prefill(self) -> bool:

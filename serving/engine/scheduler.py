@@ -10,14 +10,11 @@ import collections
 import logging
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from jaxshare import FinishReason
-from jaxshare.decoding.top_logits import largest_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.decode_rows import DecodeRows
-from jaxshare.serving.engine.dispatched import Dispatched
 from jaxshare.serving.engine.draft_pass import compile_verification, verify_drafts
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.gauges import set_gauges
@@ -25,6 +22,7 @@ from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.narrow import kept_rows
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.prefill import PrefillPasses, with_adapters
+from jaxshare.serving.engine.programs_ahead import ProgramsAhead
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
 from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
@@ -61,8 +59,9 @@ class Scheduler:
       takes_sessions: whether sessions may take part; the decode state has places for them.
 
     Attributes:
-      sessions: that wait for passes.
+      sessions: that wait for passes; decode_rows: the state of the loop.
       peak_tokens: the most tokens that were cached, with `prefill_first`.
+      ahead: compiles programs beside the loop; None where that is done as they are needed.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Scheduler:
         self._prefill_first, self.peak_tokens = prefill_first, 0
         self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
         self._prefill_passes = PrefillPasses(model, kv)
-        self._decode_rows = DecodeRows(
+        self.decode_rows = DecodeRows(
             model,
             kv,
             rows=rows,
@@ -96,6 +95,7 @@ class Scheduler:
             sessions=takes_sessions,
         )
         self.sessions, self._siblings = WaitingSessions(), Siblings(output)
+        self.ahead: ProgramsAhead | None = None
 
     @property
     def live(self) -> list[RunningRequest]:
@@ -118,7 +118,7 @@ class Scheduler:
         ready = [row for row in self.live if not row.decoding and not row.needs_prefill]
         drafting = [row for row in ready if row.drafts and row.logits is None]
         undrafted = self._verify_drafts(drafting) if drafting else []
-        self._decode_rows.admit([r for r in ready if r in undrafted or r not in drafting])
+        self.decode_rows.admit([r for r in ready if r in undrafted or r not in drafting])
         free = [i for i, row in enumerate(self.rows) if row is None]
         sessions = self.sessions.place(free, self.output.version)
         if sessions or any(row.decoding for row in self.live):
@@ -149,6 +149,8 @@ class Scheduler:
         admitted = 0
         for request in self.queue.by_cached(self.kv.cached_prefix) if free else self.queue:
             if self._siblings.holds(request, self.live) or (only_begun and not request.begun):
+                continue
+            if self.ahead and self.ahead.holds(request, self.queue):
                 continue
             if not free and not self._preempt_for(request):
                 break
@@ -210,7 +212,7 @@ class Scheduler:
         """Returns a request to the queue; it goes on later, and its output does not change."""
         request = row.request
         request.preemptions += 1
-        request.processor_states = self._decode_rows.processor_states(row)
+        request.processor_states = self.decode_rows.processor_states(row)
         self.metrics.preempted()
         extra = {"call": request.number, "agent": request.agent, "sampled": len(request.output)}
         log.info("preempted", extra=extra)
@@ -265,9 +267,9 @@ class Scheduler:
         *,
         stop_on_finish: bool,
     ) -> None:
-        """One dispatch: passes that each sample a token for every row in the decode loop.
+        """One dispatch, whose passes each sample a token for every row in the decode loop.
 
-        With `stop_on_finish` the dispatch ends when a row does, unless the others should go on.
+        With `stop_on_finish` it ends when a row does, unless the others should go on.
         """
         if sessions:
             passes = min(passes, max(session.passes for session, _, _ in sessions))
@@ -276,7 +278,7 @@ class Scheduler:
             capacity = row.extent.capacity - row.extent.length
             if capacity < min(passes, row.request.remaining):
                 self.kv.extend_in_place(row.node, row.request.remaining)
-        self._decode_rows.dispatch(
+        self.decode_rows.dispatch(
             rows,
             passes=passes,
             stop_on_finish=stop_on_finish,
@@ -287,7 +289,7 @@ class Scheduler:
         )
         if request := next(iter(self.queue), None):
             self.kv.prepare(request)  # while the device is at work
-        result = self._decode_rows.fetch()
+        result = self.decode_rows.fetch()
         self.metrics.ran("decode", result.passes)
         times = self.kv.speeds.last_pass_seconds, result.passes
         self.output.payoff.ran(len(rows), *times, all(self.rows) and len(self.queue) > 0)
@@ -298,7 +300,7 @@ class Scheduler:
         if self._prefill_first:
             self.peak_tokens = max(self.peak_tokens, self.kv.cached_tokens)
         for row in rows:
-            self._take_output(row, result)
+            self._append(row, row.take(result), FinishReason(int(result.reasons[row.index])))
         full = [r for r in rows if result.reasons[r.index] == FinishReason.CACHE_FULL]
         for row in full:
             if self.rows[row.index] is row:  # it may have been preempted meanwhile
@@ -307,22 +309,6 @@ class Scheduler:
             still_decoding = self.rows[row.index] is row and row not in full
             if still_decoding and row.drafts and row.drafts.matches(row.request.output):
                 self._stop_decoding(row)
-
-    def _take_output(self, row: RunningRequest, result: Dispatched) -> None:
-        """Takes what a row has sampled in a dispatch."""
-        index, new = row.index, slice(0, int(result.num_held[row.index]))
-        if row.request.scored:
-            row.request.logprobs += result.logprobs[index, new].tolist()
-        if row.request.both:
-            row.request.raw_logprobs += result.raw_logprobs[index, new].tolist()
-        if row.request.recorded and new.stop:
-            top = jax.tree.map(lambda array: array[index, new], result.top_logits)
-            if count := row.request.num_top_logprobs:
-                row.request.top_logprobs += largest_logprobs(top, count)
-            else:
-                row.request.top_logits.append(top)
-        reason = FinishReason(int(result.reasons[index]))
-        self._append(row, result.tokens[index, new].tolist(), reason)
 
     def _append(self, row: RunningRequest, tokens: list[int], reason: FinishReason) -> None:
         """Appends sampled tokens to the output; streams or finishes it."""
@@ -339,7 +325,7 @@ class Scheduler:
         if reason is FinishReason.ERROR:
             self._fail_not_finite(row)
         elif reason is FinishReason.NO_TOKEN:
-            why = self._decode_rows.grammar_error(row.index)
+            why = self.decode_rows.grammar_error(row.index)
             why = f", where its grammar gave up ({why})" * bool(why)
             count = f"{len(request.output)} tokens{why}"
             self._finish(row, reason, NoTokenError.of(f"request {request.number}", count))
@@ -359,12 +345,12 @@ class Scheduler:
             if victim is row:
                 return
         row.node = node
-        self._decode_rows.resume(row)
+        self.decode_rows.resume(row)
 
     def _narrow(self) -> None:
         """Goes on with fewer rows, where that pays and no more requests are to come."""
         if kept := kept_rows(self.rows):
-            self._decode_rows.narrow(kept)
+            self.decode_rows.narrow(kept)
             self.rows = [self.rows[index] for index in kept]
             for index, row in enumerate(self.live):
                 row.index = index
@@ -389,7 +375,7 @@ class Scheduler:
 
     def _stop_decoding(self, row: RunningRequest) -> None:
         """Takes a row out of the decode loop."""
-        self._decode_rows.remove(row)
+        self.decode_rows.remove(row)
         self.kv.view_changed = True
 
     def _finish(
@@ -409,12 +395,12 @@ class Scheduler:
         self.queue = self.output.queue = FairQueue(self.queue.contributions)
         self.sessions.clear()
         self._siblings.clear()
-        self._decode_rows.reset()
+        self.decode_rows.reset()
 
     def use(self, model: LoadedModel) -> None:
         """Goes on with other weights of the same model."""
         self.model = model
-        for each in (self.kv, self._prefill_passes, self._decode_rows):
+        for each in (self.kv, self._prefill_passes, self.decode_rows):
             each.use(model)
 
     def send_back(self, row: RunningRequest) -> None:
@@ -439,12 +425,12 @@ class Scheduler:
     def warm_up(self, requests: Sequence[Request] = ()) -> None:
         """Compiles what requests need that are sampled as these are; nothing may be running."""
         self._prefill_passes.warm_up()
-        self._decode_rows.warm_up(requests)
+        self.decode_rows.warm_up(requests)
         if self.output.logits:
             compile_verification(self.model, self.kv, self._draft_views, self.output)
         self.kv.view_changed = True
 
     def free(self) -> None:
         """Frees the accelerator's memory."""
-        self._decode_rows.reset()
+        self.decode_rows.reset()
         self.kv.pool.free_arrays()

@@ -1,7 +1,8 @@
 """The grammars of the rows of a decode loop: where their tables are, or who reads along."""
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -16,6 +17,26 @@ _MOST_BYTES = 64 * 2**20
 """Of the tables of one decode loop; grammars beyond that are read along with on the host."""
 _LEAST = 64, 4, 1024
 """States, grammars and transitions that there is room for at first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarSizes:
+    """The sizes of the grammars of a decode loop; others are another program.
+
+    Attributes:
+      states, grammars, transitions: that there is room for in tables.
+      served: whether the host reads along with grammars that are no tables.
+    """
+
+    states: int = 0
+    grammars: int = 0
+    transitions: int = 0
+    served: bool = False
+
+    @property
+    def tables(self) -> tuple[int, int, int]:
+        """The sizes of the tables."""
+        return self.states, self.grammars, self.transitions
 
 
 @dataclasses.dataclass
@@ -50,6 +71,35 @@ class GrammarPlaces:
         self._of_row: dict[int, _Placed] = {}
         self._sizes = 0, 0, 0
         self._changed = self._entered = False
+
+    @property
+    def sizes(self) -> GrammarSizes:
+        """The sizes that there is room for."""
+        states, grammars, transitions = self._sizes
+        return GrammarSizes(states, grammars, transitions, self._server is not None)
+
+    def sizes_for(self, grammars: Iterable[CompiledGrammar]) -> GrammarSizes:
+        """The sizes that these need beside those that rows have."""
+        trial = copy.copy(self)
+        trial._placed = {
+            grammar: dataclasses.replace(placed, rows={-1, *placed.rows})
+            for grammar, placed in self._placed.items()
+            if placed.rows
+        }
+        served = self._server is not None
+        for grammar in grammars:
+            placed = trial._place(grammar)
+            served |= placed is None
+            if placed:
+                placed.rows.add(-1)
+        return dataclasses.replace(trial.sizes, served=served)
+
+    def grow(self, sizes: GrammarSizes) -> None:
+        """Makes room of these sizes, none of them smaller than what there is."""
+        if sizes.tables != self._sizes:
+            self._sizes, self._changed = sizes.tables, True
+        if sizes.served and self._server is None:
+            self._server, self._entered = MatcherServer(self._vocab), True
 
     def enter(self, row: int, grammar: CompiledGrammar | None, output: Sequence[int]) -> int:
         """Gives a row a grammar; returns the row's state in `GrammarRows`.

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxshare import Sampler
-from jaxshare.decoding.logprobs import BOTH
-from jaxshare.serving.branches.answering import CallAnswering
-from jaxshare.serving.branches.on_engine import complete_on
 from jaxshare.serving.branches.prompt_tree import Prompts
-from jaxshare.serving.branches.run_plan import read_run_prompts
-from jaxshare.serving.branches.selection import by_prompt
 from jaxshare.serving.engine import Engine
 from jaxshare.serving.engine.completion import Completion
-from jaxshare.serving.inputs import default_sampler, warn_of_equal_texts
-from jaxshare.serving.rollouts.batch import RolloutBatch, pack
+from jaxshare.serving.rollouts.batch import RolloutBatch
+from jaxshare.serving.rollouts.call import RolloutCall
 
 
 def rollout(
@@ -56,25 +51,24 @@ def rollout(
     engines = [engines] if isinstance(engines, Engine) else [*engines]
     if not engines:
         raise ValueError("there are no engines; give at least one")
-    model = engines[0].model
-    sampler = sampler or default_sampler(model)
-    sampler.refuse(["best_of"], "all samples are given; leave it out")
-    texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
-    call = CallAnswering.of(model, sampler, include_stop=include_stop, **texts)
-    read = read_run_prompts(model, prompts, n, None)
-    answers = call.of_prompts(read, 0)
-    warn_of_equal_texts((prompt.n, answers[prompt.number].sampler) for prompt in read)
+    call = RolloutCall.of(
+        engines[0].model,
+        prompts,
+        n=n,
+        sampler=sampler,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        include_stop=include_stop,
+        seed=seed,
+        adapter=adapter,
+    )
 
     def of_part(engine: Engine, part: Sequence[int]) -> list[Completion]:
-        own = [read[i] for i in part]
-        how = {"top_logprobs": 0, "logprobs": BOTH, "adapter": adapter}
-        return [*complete_on(engine, own, answers=answers, **how)]
+        return [*call.part([call.prompts[i] for i in part]).complete(engine)]
 
-    parts = np.array_split(np.arange(len(read)), len(engines))
+    parts = np.array_split(np.arange(len(call.prompts)), len(engines))
     with concurrent.futures.ThreadPoolExecutor(len(engines), "jaxshare-rollout") as threads:
         found = [each for part in threads.map(of_part, engines, parts) for each in part]
-    samples = by_prompt(found)
-    of_each = [samples[prompt.number] for prompt in read]
-    tokens = [prompt.tokens for prompt in read]
-    sizes = {"length": length, "multiple_of": multiple_of, "pad_token": pad_token}
-    return pack(model, tokens, of_each, **sizes)
+    return call.packed(
+        engines[0].model, found, length=length, multiple_of=multiple_of, pad_token=pad_token
+    )

@@ -11,6 +11,7 @@ steps there; the host syncs once in a few passes, to yield the text.
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -224,7 +225,7 @@ class Workers(SessionView):
         check_min(1, save_every=save_every)
         if save_to:
             checkpoint.check_can_save(self._session, save_cache)
-        budgets, saved = sorted(set(finish_at or [self.budget])), self.passes
+        budgets, saved, begun = sorted(set(finish_at or [self.budget])), self.passes, self.passes
         answers = self._session.answers
         for budget in [*budgets, None]:
             for event in self.stream(budget):
@@ -238,7 +239,14 @@ class Workers(SessionView):
                 self.finish(at=budget)
         if save_to:
             self.save(save_to, cache=save_cache, wait=True)
-        return self.result({budget: answers[budget] for budget in budgets})
+        result = self.result({budget: answers[budget] for budget in budgets})
+        if result.finish_reason is FinishReason.PAUSED and self.passes == begun:
+            warnings.warn(
+                "nothing was written: the workers that have not ended are paused; resume(name) lets "
+                "one go on",
+                stacklevel=2,
+            )
+        return result
 
     def finish(self, *, sees: Sequence[str] | None = None, at: int | None = None) -> Answer:
         """The answer that the workers have given, or else their best guess now.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxshare import KVCache, Layout, Rope, make_plan
 from jaxshare.cache import Fault
-from tests.helpers import TINY, cache_with, mostly_slow, rotated
+from tests.helpers import TINY, cache_with, mostly_slow, one_layer, rotated
 
 YARN = Rope.yarn(8, 10_000.0, 8.0, 512)
 KV_HEADS, DIM = 2, 12  # partial rotary: 8 of 12
@@ -88,6 +88,13 @@ def test_the_default_dtype_is_bfloat16():
 def test_create_refuses(capacities, words):
     with pytest.raises(ValueError, match=words):
         KVCache.create(TINY, capacities)
+
+
+def test_create_names_the_config_where_it_is_given_a_model():
+    with pytest.raises(TypeError, match=r"config is a LoadedModel, .*; give model\.config"):
+        KVCache.create(one_layer(), (4, 8))
+    with pytest.raises(TypeError, match=r"config is a dict, not a model.s config$"):
+        KVCache.create({}, (4, 8))
 
 
 def test_a_refused_capacity_is_the_one_named():

@@ -19,8 +19,8 @@ def fill(page, live, view):
         say(page, "What is 17 + 25? " + "x" * 300)
         page.get_by_text("were cached").wait_for()
     elif view == "workers":
-        begin(page, Names="Ann, Ben, Cid, Dan", Budget="120")
-        page.get_by_text("Ended ").first.wait_for()
+        begin(page, Names="Ann, Ben, Cid, Dan", Budget="6000", Ends="never", Temperature="2")
+        page.get_by_role("button", name="Pause all").click()
         page.get_by_label("Words to all workers").fill("y" * 200)
         page.get_by_role("button", name="Say").click()
         page.locator(".card.person").wait_for()
@@ -108,7 +108,7 @@ def test_steps_fly_only_where_motion_is_welcome(open_page, live):
         )
         begin(page, Names="Ann, Ben", Budget="120")
         page.get_by_text("Ended ").first.wait_for()
-        page.wait_for_function("document.querySelectorAll('.card').length >= 2")
+        page.locator(".card").nth(1).wait_for()
         flown[motion] = page.evaluate("window.flown")
         end(page)
     assert flown["reduce"] == 0 and flown["no-preference"] >= 2

@@ -1,5 +1,6 @@
 """Each view of the page, used by script in a browser, against what the server itself tells."""
 
+import json
 import re
 import threading
 
@@ -94,6 +95,12 @@ def test_stop_ends_the_request_and_keeps_what_was_written(open_page, live):
     page.get_by_text("Settings").click()
     page.get_by_label("Most tokens").fill("7000")
     page.get_by_label("Temperature").fill("3")
+    page.route(  # so that it does not end before it is stopped
+        "**/v1/chat/completions",
+        lambda route: route.continue_(
+            post_data=json.dumps({**route.request.post_data_json, "ignore_eos": True})
+        ),
+    )
     say(page, "What is 17 + 25?")
     page.locator(".message.assistant .words").filter(has_text=re.compile(r"\S")).last.wait_for()
     page.get_by_role("button", name="Stop").click()
@@ -126,7 +133,7 @@ def test_workers_write_into_columns_and_their_steps_into_the_history(open_page, 
     told = live.http.get(f"/v1/workers/{identity}").json()
     finished = [step for step in told["steps"] if step["ended"] is not None]
     cards = page.locator(".history .card")
-    page.wait_for_function("n => document.querySelectorAll('.card').length >= n", arg=len(finished))
+    page.locator(".card").nth(len(finished) - 1).wait_for()
     shown = [
         re.sub(r"\s+", " ", text).strip() for text in cards.locator(".words").all_text_contents()
     ]
@@ -172,10 +179,7 @@ def test_a_session_is_saved_deleted_and_goes_on(open_page, live):
     page.get_by_text("Saved sessions").click()
     page.get_by_role("button", name="Go on").click()
     page.get_by_text(re.compile("^Ended ")).wait_for()
-    page.wait_for_function(
-        "n => document.querySelector('.history').textContent.length >= n", arg=len(words)
-    )
-    assert page.locator(".history").text_content() == words
+    until(lambda: page.locator(".history").text_content() == words)
     end(page)
     page.get_by_role("button", name="Delete save").click()
     page.get_by_text("Saved sessions").wait_for(state="hidden")
@@ -246,9 +250,7 @@ def test_the_cache_shows_every_run_and_how_it_begins(open_page, live):
     page = open_page(live, "cache")
     page.locator("tbody tr").first.wait_for()
     runs = live.http.get("/v1/engine/cache").json()["runs"]
-    page.wait_for_function(
-        "n => document.querySelectorAll('tbody tr').length === n", arg=min(len(runs), 400)
-    )
+    until(lambda: page.locator("tbody tr").count() == min(len(runs), 400))
     excerpts = page.locator("td.excerpt").all_text_contents()
     assert any(text.startswith("<b>bold</b>") for text in excerpts) and is_clean(page)
     rects = page.locator(".map rect:not(.lease)").count()

@@ -101,7 +101,8 @@ class FileStore:
             ) from error
 
     def _read(self) -> None:
-        """Reads what is there; what an upload has left that was cut off is deleted."""
+        """Reads what is there. What an upload has left that was cut off is deleted; a file whose facts
+        cannot be read stays, and counts."""
         self._used = 0
         for path in self.batches.iterdir():
             if path.suffix in ANSWERS:
@@ -111,12 +112,15 @@ class FileStore:
         for path in self._folder.iterdir():
             if _IDENTITY.fullmatch(path.name):
                 file = _facts(path)
-                if file is None:
+                if file:
+                    self._files[file.identity] = file
+                elif path.with_name(f"{path.name}.json").exists():  # of another version, perhaps
+                    _log.warning("the facts of %s cannot be read; it is kept, unseen", path.name)
+                else:
                     _log.warning("an upload that was not completed is deleted")
                     path.unlink()
-                else:
-                    self._files[file.identity] = file
-                    self._used += file.bytes
+                    continue
+                self._used += path.stat().st_size
             elif not path.name.endswith(".json") or not path.with_suffix("").exists():
                 path.unlink()
 

@@ -102,7 +102,7 @@ class Stage {
     this.stop = new AbortController();
     /** @type {Map<string, HTMLElement>} */
     this.finished = new Map();
-    /** @type {Map<string, { box: HTMLElement, text: HTMLElement, step: number, state: HTMLElement, pause: HTMLButtonElement, raw: string }>} */
+    /** @type {Map<string, { box: HTMLElement, text: HTMLElement, step: number, state: HTMLElement, pause: HTMLButtonElement, leave: HTMLButtonElement, raw: string }>} */
     this.columns = new Map();
     /** @type {string[]} */
     this.order = [];
@@ -115,6 +115,8 @@ class Stage {
     this.known = new Map();
     this.attention = h("div", { class: "attention" });
     this.watch = h("input", { type: "checkbox", id: "watch", onchange: () => this.measure() });
+    /** @type {(HTMLInputElement | HTMLButtonElement)[]} what a session that is over takes no more */
+    this.controls = [];
     this.holds = /** @type {const} */ (["pause", "resume"]).map((what) =>
       h("button", { type: "button", onclick: () => this.all(what) }, what === "pause" ? "Pause all" : "Resume all"),
     );
@@ -127,6 +129,8 @@ class Stage {
   build() {
     const words = h("input", { "aria-label": "Words to all workers", placeholder: "Say something to all workers", required: true });
     const name = h("input", { "aria-label": "Name of the new worker", placeholder: "Name", size: 10, required: true });
+    const speak = h("button", {}, "Say"), add = h("button", {}, "Add worker");
+    this.controls = [...this.holds, words, speak, name, add];
     /** @param {Event} event */
     const say = async (event) => {
       event.preventDefault();
@@ -157,10 +161,10 @@ class Stage {
       ),
       h("h2", {}, Object.keys(this.session.moves).length ? "Shared history" : "Finished steps"),
       this.history,
-      h("form", { class: "say", onsubmit: say }, words, h("button", {}, "Say")),
+      h("form", { class: "say", onsubmit: say }, words, speak),
       h("h2", {}, "Being written"),
       this.row,
-      h("form", { class: "say join", onsubmit: join }, name, h("button", {}, "Add worker")),
+      h("form", { class: "say join", onsubmit: join }, name, add),
       h("h2", {}, "Who looks at whom"),
       h("p", { class: "check" }, this.watch, h("label", { for: "watch" }, "Measure attention twice in five seconds; each time takes a forward pass")),
       this.attention,
@@ -231,15 +235,17 @@ class Stage {
     for (const step of session.steps) {
       if (step.ended !== null) this.file(step.worker, step.step, step.text, step);
     }
-    for (const [name, { state, pause }] of this.columns) {
+    const isOver = session.finish_reason !== null || ["ended", "failed", "closed"].includes(session.status);
+    for (const [name, { state, pause, leave }] of this.columns) {
       const now = session.workers[name]?.state ?? "";
       const text = now === "running" && session.status !== "running" ? session.status : now;
       if (state.textContent !== text) state.textContent = text;
       pause.textContent = now === "paused" ? "Resume" : "Pause";
-      pause.disabled = session.finish_reason !== null || (now !== "running" && now !== "paused");
+      pause.disabled = isOver || (now !== "running" && now !== "paused");
+      leave.disabled = isOver;
     }
     for (const each of session.answers) this.answered(each);
-    for (const button of this.holds) button.disabled = session.finish_reason !== null || session.status === "ended";
+    for (const each of this.controls) each.disabled = isOver;
     this.progress(session.passes);
   }
 
@@ -283,7 +289,7 @@ class Stage {
       onclick: () => this.command(pause.textContent === "Resume" ? "resume" : "pause", { name }),
     }, "Pause");
     const leave = h("button", { type: "button", class: "quiet", "aria-label": `Remove ${name}`, onclick: () => this.command("remove", { name }) }, "Remove");
-    const made = { box: /** @type {HTMLElement} */ (h("section")), text, step: 1, state, pause, raw: "" };
+    const made = { box: /** @type {HTMLElement} */ (h("section")), text, step: 1, state, pause, leave, raw: "" };
     this.columns.set(name, made);
     made.box = h(
       "section",

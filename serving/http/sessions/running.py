@@ -10,7 +10,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from jaxshare.models.config_fields import first_line
 from jaxshare.serving.errors import ClosedError
+from jaxshare.serving.http.errors import ApiError
 from jaxshare.serving.workers import Workers
 from jaxshare.serving.workers.results import Answer
 
@@ -66,6 +68,7 @@ class RunningSession:
         self._changed = threading.Lock()
         self._readers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
         self._is_closing = self._is_abandoned = False
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name=f"jaxshare-{identity}", daemon=True)
         self._thread.start()
 
@@ -77,7 +80,7 @@ class RunningSession:
         with self._changed:
             self._seen = time.monotonic()
             if self._is_closing:
-                future.set_exception(ClosedError("the session has been closed"))
+                future.set_exception(self._closed_error())
             else:
                 self._commands.put((work, future))
         return future
@@ -142,12 +145,20 @@ class RunningSession:
                 self._tell(CLOSED, {})
             except Exception as error:
                 _log.error("a session of workers has failed", exc_info=error)
+                self._failure = first_line(error)
                 self._tell(FAILED, {"type": "error", "message": str(error)})
         with self._changed:
             self._is_closing = True
         while not self._commands.empty():
             if command := self._commands.get():
-                command[1].set_exception(ClosedError("the session has been closed"))
+                command[1].set_exception(self._closed_error())
+
+    def _closed_error(self) -> Exception:
+        if self._failure is None:
+            return ClosedError("the session has been closed")
+        return ApiError(
+            410, f"the session has failed ({self._failure}); make another", code="session_failed"
+        )
 
     def _write(self, workers: Workers) -> None:
         self._tell(RUNNING)

@@ -346,7 +346,7 @@ def test_a_pass_reads_every_cached_token_once(share):
     found: list[int] = []
 
     def read(run: Branches) -> None:
-        state = run._scheduler._decode_rows.state
+        state = run._scheduler.decode_rows.state
         assert state is not None
         plan = jax.jit(make_plan, static_argnums=3)(
             state.cache, state.layout, np.ones(state.layout.num_rows, np.int32), 1

@@ -121,7 +121,8 @@ def test_two_processes_write_what_one_writes_and_the_first_prints_it(capsys):
 def test_a_process_that_is_lost_ends_the_other_within_a_minute(lost):
     """It is killed during the decode loop."""
     port = free_port()
-    both = [start([*COMMAND, "1900", *SPLIT], i, port) for i in range(2)]
+    long = [*COMMAND, "1900", "--n", "20000", *SPLIT]
+    both = [start(long, i, port) for i in range(2)]
     time.sleep(45)
     assert all(process.poll() is None for process in both), [
         process.communicate() for process in both

@@ -52,7 +52,7 @@ def log_decisions(scheduler: Scheduler) -> list[dict[str, Any]]:
     watch(scheduler, "_preempt", lambda row: row.request.number)
     watch(scheduler, "_prefill", lambda rows: [row.request.number for row in rows])
     watch(
-        scheduler._decode_rows,
+        scheduler.decode_rows,
         "dispatch",
         lambda rows, *, passes, stop_on_finish, max_idle, sessions=(): {
             "rows": [[row.index, row.request.number] for row in rows],

@@ -100,6 +100,7 @@ class Stepped(Engine):
         super().__init__(model, **options)
         # What copies and passes take decides what is evicted; it must not be measured.
         self._scheduler.kv.speeds = FixedSpeeds(1e-4, 1e-5)
+        self._scheduler.ahead = None  # a request must not wait for a thread
         use_always(self)
         self._thread = threading.current_thread()
 

@@ -298,7 +298,7 @@ def test_an_engine_without_adapters_runs_the_programs_of_a_model_without():
     stream = engine.submit(SHORT, max_new_tokens=12)
     engine.settle()
     assert done(stream).tokens == text(None, SHORT)
-    assert engine._scheduler._decode_rows.state.layout.adapters is None
+    assert engine._scheduler.decode_rows.state.layout.adapters is None
     assert engine.model.variables is engine.model.params
     with pytest.raises(EngineError, match="the engine's model has no places for adapters; make"):
         engine.add_adapter("a", ADAPTERS["a"])

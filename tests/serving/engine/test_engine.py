@@ -272,7 +272,7 @@ def test_passes_of_a_dispatch_follow_from_the_speeds(speeds, most, monkeypatch):
     monkeypatch.setattr(manager, "GROWTH", 256)  # so that no dispatch ends for want of room
     taken = []
     with Engine(MODEL, max_rows=ROWS) as engine:
-        kv, rows = engine._scheduler.kv, engine._scheduler._decode_rows
+        kv, rows = engine._scheduler.kv, engine._scheduler.decode_rows
         monkeypatch.setattr(kv, "speeds", FixedSpeeds(*speeds))
         fetch = rows.fetch
         monkeypatch.setattr(rows, "fetch", lambda: taken.append(fetch()) or taken[-1])
@@ -289,9 +289,9 @@ def test_rows_idle_while_others_go_on_as_long_as_the_host_would_take(monkeypatch
     with engine_of(MODEL, 16) as engine:
         scheduler = engine._scheduler
         monkeypatch.setattr(scheduler.kv, "speeds", FixedSpeeds(0, 0, 0.001, 0.001))
-        dispatch = scheduler._decode_rows.dispatch
+        dispatch = scheduler.decode_rows.dispatch
         monkeypatch.setattr(
-            scheduler._decode_rows,
+            scheduler.decode_rows,
             "dispatch",
             lambda rows, **more: (
                 taken.append((len(rows), more["max_idle"])) or dispatch(rows, **more)
@@ -514,7 +514,7 @@ def test_logits_that_are_not_numbers_end_their_call_alone():
     )
     engine = Stepped()
     engine._scheduler.model = dataclasses.replace(MODEL, params=params)
-    engine._scheduler._decode_rows._model = engine._scheduler.model
+    engine._scheduler.decode_rows._model = engine._scheduler.model
     engine._scheduler._prefill_passes._model = engine._scheduler.model
     good = [[3, 4, 5, 6, 8, 9] * n + [11] for n in (1, 2, 9)]
     bad = [[3, 4, 5, 6, 8, 9] * 3 + [lost, 3], [lost] + [3] * 40]

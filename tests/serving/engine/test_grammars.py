@@ -149,9 +149,9 @@ def test_forced_tokens_take_fewer_passes():
     with Engine(MODEL, max_rows=1) as engine:
 
         def passes(**more) -> tuple[int, tuple[int, ...]]:
-            before = int(engine._scheduler._decode_rows.state.passes)
+            before = int(engine._scheduler.decode_rows.state.passes)
             tokens = engine.submit(PROMPT, params, seed=1, **more).wait().tokens
-            return int(engine._scheduler._decode_rows.state.passes) - before, tokens
+            return int(engine._scheduler.decode_rows.state.passes) - before, tokens
 
         params = sampler(Grammar.choices(["the answer is: it depends", "it is all the same"]))
         engine.submit(PROMPT, params, seed=1).wait()

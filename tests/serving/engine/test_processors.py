@@ -176,7 +176,7 @@ def test_other_parameters_are_no_other_program(engine):
 def test_what_no_request_uses_is_not_in_the_program():
     with Engine(MODEL, max_rows=ROWS) as engine:
         engine.submit(PROMPT, NONE, max_new_tokens=4, logprobs=True).wait()
-        state = engine._scheduler._decode_rows.state
+        state = engine._scheduler.decode_rows.state
         assert state is not None and state.processing is None and state.processed is None
 
 

@@ -189,7 +189,7 @@ def test_same_seed_same_text_whatever_runs_beside_it(seed):
 def test_what_no_request_uses_takes_no_place():
     with Engine(MODEL, max_rows=ROWS) as engine:
         engine.submit(PROMPT, NONE, max_new_tokens=4).wait()
-        state = engine._scheduler._decode_rows.state
+        state = engine._scheduler.decode_rows.state
         assert state is not None
         sizes = {array.shape for array in jax.tree.leaves(state.history)}
         assert sizes == {(ROWS, 0), (ROWS,)} and not state.samplers.words.size

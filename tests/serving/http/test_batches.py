@@ -373,6 +373,22 @@ def test_a_server_that_ends_in_order_goes_on_with_the_next_start(tmp_path, caplo
         assert sorted(names) == sorted(f"a{i}" for i in range(60))
 
 
+def test_files_that_another_version_describes_stay_and_are_not_seen(tmp_path, caplog):
+    """An upload that was cut off, of which nothing is described, is deleted."""
+    with opened(ScriptedEngine(answers=["Yes."]), tmp_path) as (_, client):
+        made = client.files.create(file=("a.jsonl", b'{"custom_id": "a"}'), purpose="batch")
+        other = client.files.create(file=("b.jsonl", b'{"custom_id": "b"}'), purpose="batch")
+    content = next(tmp_path.rglob(other.id))
+    facts = content.with_name(f"{other.id}.json")
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "colour": "blue"}))
+    cut_off = content.with_name("file-" + "0" * 32)
+    cut_off.write_bytes(b"x")
+    with opened(ScriptedEngine(answers=["Yes."]), tmp_path) as (_, client):
+        assert [file.id for file in client.files.list()] == [made.id]
+    assert content.read_bytes() == b'{"custom_id": "b"}' and not cut_off.exists()
+    assert f"the facts of {other.id} cannot be read; it is kept, unseen" in caplog.text
+
+
 def test_two_servers_do_not_share_a_folder(tmp_path):
     first = FileStore(str(tmp_path), 100)
     with pytest.raises(ValueError, match="--files-folder"):

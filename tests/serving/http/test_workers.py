@@ -58,6 +58,24 @@ def test_a_session_writes_what_it_writes_in_the_library_and_a_late_client_sees_a
     assert live.http.get(f"/v1/workers/{made['id']}").status_code == 404
 
 
+def test_a_session_that_has_failed_says_so(live, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("the roof is down")
+
+    monkeypatch.setattr(Workers, "stream", fail)
+    made = begin(live)
+    assert events_of(live, made["id"])[-1]["message"] == "the roof is down"
+    told = live.http.get(f"/v1/workers/{made['id']}")
+    assert told.status_code == 410
+    assert told.json()["error"] | {"param": None} == {
+        "message": "the session has failed (the roof is down); make another",
+        "type": "server_error",
+        "param": None,
+        "code": "session_failed",
+    }
+    end(live, made["id"])
+
+
 def test_two_sessions_and_a_request_at_once_do_not_change_each_other(live):
     alone = begin(live)
     expected = [e for e in events_of(live, alone["id"]) if e["type"] == "text"]

@@ -6,6 +6,7 @@ The loop feeds tokens, detects steps by a regular expression and moves them outs
 import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -503,6 +504,18 @@ def test_pausing_all_changes_nothing():
             session.resume(name)
 
     assert halves(start(), rest) == run(start())
+
+
+def test_a_run_in_which_all_are_paused_says_so():
+    session = start(sampler=endless())
+    for name in session.names:
+        session.pause(name)
+    with pytest.warns(UserWarning, match="nothing was written.*resume"):
+        assert session.run().finish_reason is FinishReason.PAUSED
+    session.resume(session.names[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.run()
 
 
 def test_others_go_on_beside_a_paused_worker():

@@ -1,0 +1,118 @@
+"""Programs of the decode loop that are compiled while the loop runs another.
+
+A request with options that none had before may need a larger decode state, and so another program,
+which takes seconds to compile. It alone waits for that: the program is compiled in a thread, for all
+such requests that wait at that time, while others are served; once it is there, the loop grows.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from jaxshare.compile_time import Stopwatch
+from jaxshare.serving.engine.decode_rows import DecodeRows
+from jaxshare.serving.engine.loop_sizes import LoopSizes
+from jaxshare.serving.engine.metrics import Metrics
+from jaxshare.serving.engine.request import Request
+
+log = logging.getLogger("jaxshare.engine")
+
+
+class ProgramsAhead:
+    """Finds the requests that wait for a program. All but the compiling is in the engine's thread.
+
+    Args:
+      rows: of the decode loop.
+      metrics: the engine's counters.
+      on_end: called in another thread when a program is there.
+    """
+
+    def __init__(self, rows: DecodeRows, metrics: Metrics, on_end: Callable[[], None]):
+        self._rows, self._metrics, self._on_end = rows, metrics, on_end
+        self._job: _CompilerJob | None = None
+
+    @property
+    def compiling(self) -> bool:
+        """True until the program under way is there."""
+        return self._job is not None and self._job.thread.is_alive()
+
+    def holds(self, request: Request, queue: Iterable[Request]) -> bool:
+        """Returns whether a waiting request has to wait for a program; begins to compile it.
+
+        Args:
+          request: of the queue.
+          queue: all that wait, for which the program is to be.
+        """
+        if self._job and not self._job.thread.is_alive():
+            self._end(self._job)
+        if request.fits or not self._rows.state:  # the first dispatch compiles in any case
+            return False
+        if self._job and request in self._job.requests:
+            return True
+        if self._has_room(request):
+            request.fits = True
+            return False
+        if self._job is None:
+            self._job = self._begin([r for r in queue if not r.fits and not self._has_room(r)])
+        return True
+
+    def _has_room(self, request: Request) -> bool:
+        return self._rows.sizes_for([request]) == self._rows.sizes
+
+    def _begin(self, requests: list[Request]) -> "_CompilerJob":
+        sizes = self._rows.sizes_for(requests)
+        job = _CompilerJob(requests, sizes, self._rows.programs(sizes), self._on_end)
+        log.info("compiling the decode loop%s; other requests go on", job.options)
+        return job
+
+    def _end(self, job: "_CompilerJob") -> None:
+        """Lets the loop grow, and the requests enter that wait for that."""
+        self._job = None
+        self._metrics.compiled(job.seconds)
+        if job.failure is None:
+            self._rows.grow(job.sizes)
+            log.info("compiled the decode loop%s: %.1f s", job.options, job.seconds)
+        else:  # which they meet in the loop, and are told of
+            log.warning("could not compile the decode loop%s", job.options, exc_info=job.failure)
+        for request in job.requests:
+            request.fits = True
+
+
+class _CompilerJob:
+    """Programs that are compiled in a thread.
+
+    Args:
+      requests, sizes: that they are for.
+      programs: see `DecodeRows.programs`.
+      on_end: called at the end.
+    """
+
+    def __init__(
+        self,
+        requests: list[Request],
+        sizes: LoopSizes,
+        programs: list[Callable[[], None]],
+        on_end: Callable[[], None],
+    ):
+        self.requests, self.sizes = requests, sizes
+        self.seconds, self.failure = 0.0, None
+        self._programs, self._on_end = programs, on_end
+        # No daemon: the interpreter must not end in the midst of the compiler.
+        self.thread = threading.Thread(target=self._run, name="jaxshare-compiler")
+        self.thread.start()
+
+    @property
+    def options(self) -> str:
+        """The options that the requests have, for a message."""
+        names = sorted({name for each in self.requests for name in each.options})
+        return f" for {', '.join(names)}" if names else ""
+
+    def _run(self) -> None:
+        watch = Stopwatch.start()
+        try:
+            for compile_program in self._programs:
+                compile_program()
+        except Exception as error:
+            self.failure = error
+        self.seconds = sum(watch.split())
+        self._on_end()
