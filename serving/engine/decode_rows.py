@@ -65,6 +65,9 @@ class DecodeRows:
       num_top_logits: logits that are kept of each distribution; 0 for none.
       groups: sizes of fan-in groups to begin with.
       sessions: whether sessions can join.
+
+    Attributes:
+      before_dispatch: called with the rows of the program that is about to run.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class DecodeRows:
         self._pieces = PIECES
         # Requests that come later find few rows in use at times; those of a batch seldom do.
         self._few = few_rows(rows) if sessions else rows
-        self._is_warm = False
+        self._is_warm, self._running_rows = False, rows  # of the program that runs
+        self.before_dispatch: Callable[[int], None] = lambda num_rows: None
         self._grammars = GrammarPlaces(model.config.vocab_size)
         self._grammar_states: dict[int, int] = {}  # of rows that enter with the next dispatch
         # Rows that leave, resume and enter with the next dispatch.
@@ -184,10 +188,11 @@ class DecodeRows:
             state = self._session_rows.put(state.changed(changes), placed)
             largest = max(each.request.num_rows for each in placed)
             self._pieces = max(self._pieces, bucket(num_pieces(largest, WIDTH)))
-            changes = _no_changes(state)
+            changes = self._no_changes(state)
         taken = [row.index for row in rows] + [int(each.rows[-1]) for each in placed]
         is_few = self._is_warm and max(taken, default=0) < self._few
-        num_rows = self._few if is_few else self._num_rows
+        self._running_rows = num_rows = self._few if is_few else self._num_rows
+        self.before_dispatch(num_rows)
         self._kv.speeds.dispatching()
         self.state = decode(
             self._model.module,
@@ -387,26 +392,27 @@ class DecodeRows:
             self._stacked = None
         self._sizes = sizes
 
-    def programs(self, sizes: LoopSizes) -> list[Callable[[], None]]:
-        """Calls that compile the loop of these sizes, in any thread, while this one goes on."""
+    def programs(self, sizes: LoopSizes) -> dict[int, Callable[[], None]]:
+        """Calls that compile the loop of these sizes, in any thread, while this one goes on; by the
+        rows of each program, of which the first is in place of the one that runs now."""
         other = copy.copy(self)
         other._entering, other._grammars = {}, copy.copy(self._grammars)
         other.grow(sizes)
-        state, view = other._state_with_inputs(), self._view
-        changes = Changes.none(state.pending.shape[1], view.listed, view.table)
-        arrays = shapes_of((self._model.variables, state, changes))
-        return [
-            functools.partial(
-                compile_decode,
-                self._model.module,
-                *arrays[:2],
-                width=WIDTH,
-                pieces=self._pieces_of(num_rows),
-                rows=num_rows,
-                changes=arrays[2],
-            )
-            for num_rows in {self._few if self._is_warm else self._num_rows, self._num_rows}
-        ]
+        state = other._state_with_inputs()
+        arrays = shapes_of((self._model.variables, state, self._no_changes(state)))
+
+        def compile_for(num_rows: int) -> None:
+            how = {"width": WIDTH, "pieces": self._pieces_of(num_rows), "rows": num_rows}
+            compile_decode(self._model.module, *arrays[:2], changes=arrays[2], **how)
+
+        few = self._few if self._is_warm else self._num_rows
+        order = dict.fromkeys((self._running_rows, few, self._num_rows))
+        return {num_rows: functools.partial(compile_for, num_rows) for num_rows in order}
+
+    def _no_changes(self, state: DecodeState) -> Changes:
+        """For a dispatch of a state that is changed already, or the shapes of any."""
+        blocks, table = np.zeros_like(self._view.listed), np.zeros_like(self._view.table)
+        return Changes.none(state.pending.shape[1], blocks, table, keeps_view=True)
 
     def _pieces_of(self, num_rows: int) -> int:
         return min(self._pieces, num_pieces(num_rows, WIDTH))
@@ -438,13 +444,3 @@ class DecodeRows:
         self._adapters = [self._adapters[row] for row in rows]
         self._grammars.move(rows)
         self._stacked, self._num_rows = None, len(rows)
-
-
-def _no_changes(state: DecodeState) -> Changes:
-    """For a dispatch of a state that is changed already."""
-    return Changes.none(
-        state.pending.shape[1],
-        np.zeros(state.layout.blocks.shape, np.int32),
-        np.zeros((4, state.cache.num_blocks), np.int32),
-        keeps_view=True,
-    )

@@ -21,6 +21,9 @@ log = logging.getLogger("jaxshare.engine")
 class ProgramsAhead:
     """Finds the requests that wait for a program. All but the compiling is in the engine's thread.
 
+    Of the programs of an engine, for few rows and for all, the one in place of that which runs comes
+    first; then those who wait enter, and the other one is compiled beside them.
+
     Args:
       rows: of the decode loop.
       metrics: the engine's counters.
@@ -30,11 +33,12 @@ class ProgramsAhead:
     def __init__(self, rows: DecodeRows, metrics: Metrics, on_end: Callable[[], None]):
         self._rows, self._metrics, self._on_end = rows, metrics, on_end
         self._job: _CompilerJob | None = None
+        rows.before_dispatch = self._wait_for
 
     @property
     def compiling(self) -> bool:
-        """True until the program under way is there."""
-        return self._job is not None and self._job.thread.is_alive()
+        """True while requests wait for a program."""
+        return self._job is not None and not self._job.entered and not self._job.first.is_set()
 
     def holds(self, request: Request, queue: Iterable[Request]) -> bool:
         """Returns whether a waiting request has to wait for a program; begins to compile it.
@@ -43,8 +47,7 @@ class ProgramsAhead:
           request: of the queue.
           queue: all that wait, for which the program is to be.
         """
-        if self._job and not self._job.thread.is_alive():
-            self._end(self._job)
+        self._look()
         if request.fits or not self._rows.state:  # the first dispatch compiles in any case
             return False
         if self._job and request in self._job.requests:
@@ -65,17 +68,35 @@ class ProgramsAhead:
         log.info("compiling the decode loop%s; other requests go on", job.options)
         return job
 
-    def _end(self, job: "_CompilerJob") -> None:
-        """Lets the loop grow, and the requests enter that wait for that."""
-        self._job = None
-        self._metrics.compiled(job.seconds)
-        if job.failure is None:
-            self._rows.grow(job.sizes)
-            log.info("compiled the decode loop%s: %.1f s", job.options, job.seconds)
-        else:  # which they meet in the loop, and are told of
-            log.warning("could not compile the decode loop%s", job.options, exc_info=job.failure)
-        for request in job.requests:
-            request.fits = True
+    def _look(self) -> None:
+        """Lets the loop grow once the first program is there, and the requests that wait for it enter."""
+        job = self._job
+        if job is None or not job.first.is_set():
+            return
+        if not job.entered:
+            job.entered = True
+            if job.failure is None:
+                self._rows.grow(job.sizes)
+            for request in job.requests:
+                request.fits = True
+        self._end_job()
+
+    def _end_job(self) -> None:
+        job = self._job
+        if job and job.entered and not job.thread.is_alive():
+            self._job = None
+            self._metrics.compiled(job.seconds)
+            if job.failure is None:
+                log.info("compiled the decode loop%s: %.1f s", job.options, job.seconds)
+            else:  # which they meet in the loop, and are told of
+                what = "could not compile the decode loop%s"
+                log.warning(what, job.options, exc_info=job.failure)
+
+    def _wait_for(self, num_rows: int) -> None:
+        """Waits for a program that is about to run, rather than to compile it once more."""
+        self._end_job()
+        if self._job and self._job.entered and num_rows not in self._job.there:
+            self._job.thread.join()
 
 
 class _CompilerJob:
@@ -84,17 +105,23 @@ class _CompilerJob:
     Args:
       requests, sizes: that they are for.
       programs: see `DecodeRows.programs`.
-      on_end: called at the end.
+      on_end: called when the first program is there, and at the end.
+
+    Attributes:
+      first: set when the first program is there, or cannot be made; there: the rows of those that are.
+      entered: whether the loop has grown, and the requests were let go.
+      seconds, failure: of the compiler, at the end.
     """
 
     def __init__(
         self,
         requests: list[Request],
         sizes: LoopSizes,
-        programs: list[Callable[[], None]],
+        programs: dict[int, Callable[[], None]],
         on_end: Callable[[], None],
     ):
         self.requests, self.sizes = requests, sizes
+        self.first, self.there, self.entered = threading.Event(), set[int](), False
         self.seconds, self.failure = 0.0, None
         self._programs, self._on_end = programs, on_end
         # No daemon: the interpreter must not end in the midst of the compiler.
@@ -110,9 +137,13 @@ class _CompilerJob:
     def _run(self) -> None:
         watch = Stopwatch.start()
         try:
-            for compile_program in self._programs:
+            for num_rows, compile_program in self._programs.items():
                 compile_program()
+                self.there.add(num_rows)
+                self.first.set()
+                self._on_end()
         except Exception as error:
             self.failure = error
         self.seconds = sum(watch.split())
+        self.first.set()
         self._on_end()

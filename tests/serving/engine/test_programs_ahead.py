@@ -126,7 +126,7 @@ def test_both_programs_of_an_engine_that_was_warmed_up_are_compiled(gate, alone)
             streams = [submit(engine, seed=i, **OPTIONS["counts"]) for i in range(9)]
             for stream in streams:
                 stream.wait(PATIENCE)
-        assert not threads
+        assert {*threads} <= {"jaxshare-compiler"}
 
 
 @pytest.mark.slow
