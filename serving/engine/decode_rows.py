@@ -188,7 +188,7 @@ class DecodeRows:
             state = self._session_rows.put(state.changed(changes), placed)
             largest = max(each.request.num_rows for each in placed)
             self._pieces = max(self._pieces, bucket(num_pieces(largest, WIDTH)))
-            changes = self._no_changes(state)
+            changes = _no_changes(state)
         taken = [row.index for row in rows] + [int(each.rows[-1]) for each in placed]
         is_few = self._is_warm and max(taken, default=0) < self._few
         self._running_rows = num_rows = self._few if is_few else self._num_rows
@@ -382,8 +382,8 @@ class DecodeRows:
         return dataclasses.replace(self._sizes.grown(requests, self._model), grammars=grammars)
 
     def grow(self, sizes: LoopSizes) -> None:
-        """Makes room of these sizes, none of them smaller than what there is."""
-        self._grow(sizes)
+        """Makes room of these sizes, beside what there is."""
+        self._grow(self._sizes.joined(sizes))
         self._grammars.grow(sizes.grammars)
 
     def _grow(self, sizes: LoopSizes) -> None:
@@ -398,8 +398,9 @@ class DecodeRows:
         other = copy.copy(self)
         other._entering, other._grammars = {}, copy.copy(self._grammars)
         other.grow(sizes)
-        state = other._state_with_inputs()
-        arrays = shapes_of((self._model.variables, state, self._no_changes(state)))
+        state, view = other._state_with_inputs(), self._view
+        changes = Changes.none(state.pending.shape[1], view.listed, view.table)
+        arrays = shapes_of((self._model.variables, state, changes))
 
         def compile_for(num_rows: int) -> None:
             how = {"width": WIDTH, "pieces": self._pieces_of(num_rows), "rows": num_rows}
@@ -408,11 +409,6 @@ class DecodeRows:
         few = self._few if self._is_warm else self._num_rows
         order = dict.fromkeys((self._running_rows, few, self._num_rows))
         return {num_rows: functools.partial(compile_for, num_rows) for num_rows in order}
-
-    def _no_changes(self, state: DecodeState) -> Changes:
-        """For a dispatch of a state that is changed already, or the shapes of any."""
-        blocks, table = np.zeros_like(self._view.listed), np.zeros_like(self._view.table)
-        return Changes.none(state.pending.shape[1], blocks, table, keeps_view=True)
 
     def _pieces_of(self, num_rows: int) -> int:
         return min(self._pieces, num_pieces(num_rows, WIDTH))
@@ -444,3 +440,10 @@ class DecodeRows:
         self._adapters = [self._adapters[row] for row in rows]
         self._grammars.move(rows)
         self._stacked, self._num_rows = None, len(rows)
+
+
+def _no_changes(state: DecodeState) -> Changes:
+    """For a dispatch of a state that is changed already."""
+    blocks = np.zeros(state.layout.blocks.shape, np.int32)
+    table = np.zeros((4, state.cache.num_blocks), np.int32)
+    return Changes.none(state.pending.shape[1], blocks, table, keeps_view=True)

@@ -63,3 +63,16 @@ class LoopSizes:
             vocab=vocab if any(each.counts_tokens for each in samplers) else self.vocab,
             texts=max(self.texts, bucket(max(read)) if read else 0),
         )
+
+    def joined(self, other: "LoopSizes") -> "LoopSizes":
+        """Returns sizes for both."""
+        return LoopSizes(
+            samplers=self.samplers.grown(other.samplers),
+            processors=self.processors.grown(other.processors),
+            num_top_logits=max(self.num_top_logits, other.num_top_logits),
+            processed=self.processed or other.processed,
+            both=self.both or other.both,
+            vocab=max(self.vocab, other.vocab),
+            texts=max(self.texts, other.texts),
+            grammars=self.grammars.joined(other.grammars),
+        )

@@ -38,6 +38,11 @@ class GrammarSizes:
         """The sizes of the tables."""
         return self.states, self.grammars, self.transitions
 
+    def joined(self, other: "GrammarSizes") -> "GrammarSizes":
+        """Returns sizes for both."""
+        states, grammars, transitions = map(max, self.tables, other.tables)
+        return GrammarSizes(states, grammars, transitions, self.served or other.served)
+
 
 @dataclasses.dataclass
 class _Placed:
@@ -95,7 +100,8 @@ class GrammarPlaces:
         return dataclasses.replace(trial.sizes, served=served)
 
     def grow(self, sizes: GrammarSizes) -> None:
-        """Makes room of these sizes, none of them smaller than what there is."""
+        """Makes room of these sizes, beside what there is."""
+        sizes = self.sizes.joined(sizes)
         if sizes.tables != self._sizes:
             self._sizes, self._changed = sizes.tables, True
         if sizes.served and self._server is None:
