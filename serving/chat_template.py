@@ -1,8 +1,12 @@
 """Chat templates with marks at the control tokens in people's words, and with tools."""
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jaxshare.models import LoadedModel
 from jaxshare.models.chat_rendering import ChatTemplateError, SlowTemplateError, render
 from jaxshare.serving.chat.dialogue import (
     checked_messages,
@@ -109,3 +113,38 @@ def render_with(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **variabl
 
 def _plain(token: Any) -> str | list[str]:
     return [str(one) for one in token] if isinstance(token, (list, tuple)) else str(token)
+
+
+def with_chat_template(model: LoadedModel, template: str) -> LoadedModel:
+    """Returns the model with another chat template, in Jinja; `model` keeps its own.
+
+    Raises:
+      ValueError: the model has no tokenizer.
+      ChatTemplateError: the template is no Jinja, or refuses a message of a person.
+    """
+    if model.tokenizer is None:
+        raise ValueError("the model has no tokenizer, so it takes no chat template")
+    tokenizer: Any = copy.copy(model.tokenizer)
+    tokenizer.chat_template = template
+    try:
+        render_with(tokenizer, [{"role": "user", "content": "Hello"}])
+    except ChatTemplateError as error:
+        raise ChatTemplateError(f"the given chat template cannot be used: {error}") from error
+    return dataclasses.replace(model, tokenizer=tokenizer)
+
+
+def read_chat_template(file: str | None) -> str | None:
+    """The chat template in the file of an option; None without.
+
+    Raises:
+      ValueError: it cannot be read; the option is named.
+    """
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(
+            f"--chat-template {file} cannot be read ({why}); give a Jinja file"
+        ) from error

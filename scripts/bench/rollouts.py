@@ -10,7 +10,8 @@
    that training needs, of the same tokens. Where Tunix is installed, its own sampler on the same
    weights takes some of the prompts, a group at a time; its tokens a second are compared.
  - Data groups (`--groups 2`): samples a second of several, with an engine and a core each, against
-   those of one with one core; nothing is measured where there are fewer cores.
+   those of one with one core; nothing is measured where there are fewer cores. `--ray` measures
+   replicas on a Ray cluster of this machine, too.
  - Weights: `Engine.update_params`, with its check of all numbers, against copying them once.
 
 How to read the result is in benchmarks/README.md.
@@ -51,6 +52,7 @@ from scripts.bench.parts.rollouts.tunix_side import TunixSide, is_installed
 SHARED, UNSHARED, TUNIX = "engine", "share=False", "Tunix"
 UPDATE, COPY = "update_params", "one copy"
 SAMPLES_GOAL, UPDATE_GOAL, TUNIX_GOAL, GROUPS_GOAL = 1.3, 1.2, 4.0, 0.9
+SCALED = {"groups": "data groups", "ray": "replicas on Ray"}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 WIDER = MODEL | {"intermediate_size": 2816} | _ROPE
 """With 125 M parameters. The base of rotations is the only one that Tunix's Llama has."""
@@ -234,9 +236,9 @@ def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
     ]
 
 
-def goal_of_groups(found: Mapping[str, Any]) -> Goal:
+def goal_of_groups(found: Mapping[str, Any], what: str) -> Goal:
     """The goal of data groups, which is not measured where there are too few cores."""
-    name = f"{found['groups']} data groups: samples a second, by those of one and their number"
+    name = f"{found['groups']} {what}: samples a second, by those of one and their number"
     return Goal(name, found["efficiency"], GROUPS_GOAL)
 
 
@@ -261,12 +263,14 @@ def as_text(report: Mapping[str, Any]) -> str:
         if (differ := r["tunix_logprobs_differ"]) is not None:
             rows.append(("log-probabilities of Tunix differ by at most", f"{differ:.1e}"))
         parts.append(table((f"{r['model']}: {what}", ""), rows))
-    if (found := report.get("groups")) is not None:
+    for key, what in SCALED.items():
+        if (found := report.get(key)) is None:
+            continue
         if found["why"] is not None:
-            parts.append(f"Data groups were not measured: {found['why']}.")
+            parts.append(f"{what.capitalize()} were not measured: {found['why']}.")
         else:
             rows = [
-                (f"data groups: {number}, samples/s", f"{rate:.2f}")
+                (f"{what}: {number}, samples/s", f"{rate:.2f}")
                 for number, rate in zip(
                     (1, found["groups"]), found["samples_per_second"], strict=True
                 )
@@ -285,6 +289,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
         "--without-tunix", action="store_true", help="leave its sampler out where it is installed"
     )
     parser.add_argument("--groups", type=int, help="measure so many data groups, too")
+    parser.add_argument("--ray", action="store_true", help="and as many replicas on Ray")
     parser.add_argument("--rounds", type=int, help="turns of each side in the sampling")
     parser.add_argument("--seed", type=int, default=0, help="of prompts and texts")
     parser.reporting()
@@ -292,6 +297,8 @@ def parse(arguments: Sequence[str] | None) -> Any:
     parser.at_least(0, seed=given.seed)
     parser.at_least(1, rounds=given.rounds)
     parser.at_least(2, groups=given.groups)
+    if given.ray and not given.groups:
+        parser.error("--ray is given without --groups; add --groups 2")
     parser.check_output(given.output)
     return given
 
@@ -303,11 +310,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with_tunix = is_installed() and not options.without_tunix
     if options.rounds:
         scale = dataclasses.replace(scale, rounds=options.rounds)
-    scaled = None
-    with progress(4 + bool(options.groups)) as say:
-        if options.groups:
-            say("data groups")  # before this process has anything that takes cores or memory
-            scaled = data_groups.scaling(options.groups, options.tiny)
+    scaled: dict[str, Any] = dict.fromkeys(SCALED)
+    wanted = [key for key in SCALED if options.groups and (key != "ray" or options.ray)]
+    with progress(4 + len(wanted)) as say:
+        for key in wanted:
+            say(SCALED[key])  # before this process has anything that takes cores or memory
+            scaled[key] = data_groups.scaling(options.groups, options.tiny, key == "ray")
         say("make the model")
         shape = SMALL if options.tiny else WIDER
         model = forking_model(options.seed, dtype="float32", model=shape)
@@ -326,9 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "temperature": 1.0,
         },
         "results": results,
-        "groups": scaled,
+        **scaled,
     }
-    all_goals = [*goals(results), *([goal_of_groups(scaled)] if scaled else [])]
+    all_goals = [
+        *goals(results),
+        *(goal_of_groups(scaled[key], SCALED[key]) for key in wanted),
+    ]
     finish(report, as_text(report), all_goals, as_json=options.json, output=options.output)
     return 0
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxshare import models, progress
+from jaxshare import progress
 from jaxshare.paths import check_file, check_folder, reason, whole_file
 from jaxshare.serving.agents import profile_pictures
 from jaxshare.serving.agents.agent import Agent
@@ -42,7 +42,6 @@ from jaxshare.serving.agents.requests import Model
 from jaxshare.serving.agents.runtime import AgentRun, Runtime
 from jaxshare.serving.agents.search_log import SearchLog, timeline_picture, tree_picture
 from jaxshare.serving.cli import agent_models, agents_options, arguments
-from jaxshare.serving.cluster.model_spec import AdapterFolders
 from jaxshare.serving.locks import OutputLock
 
 _MAX_TREES = 16
@@ -69,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     agent_models.add_arguments(run_parser)
     arguments.add_dtype(run_parser)
     arguments.add_adapter(run_parser, several=True)
+    arguments.add_chat_template(run_parser)
     run_parser.add_argument(
         "--seed", type=int, default=0, help="seed of all that is random (default 0)"
     )
@@ -278,8 +278,8 @@ def _model(
             model,
             "scripted, a dictionary of answers that comes with the file; no language model runs",
         )
-    loaded = models.load(name, dtype=options.dtype, approximate_kv=options.approximate_kv)
-    loaded = AdapterFolders.of(options, several=True).beside(loaded)
+    chosen = argparse.Namespace(**{**vars(options), "model": name})
+    loaded = arguments.load_model(chosen, several=True)
     model = EngineModel(loaded, resample=agents_options.resample_of(options), **engine)
     if name == "embedded":
         name = "embedded, the small model that comes with jaxshare"

@@ -12,6 +12,7 @@ from jaxshare.decoding.logprobs import PROCESSED, RAW
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.models import LoadedModel
 from jaxshare.quantised_cache import APPROXIMATIONS
+from jaxshare.serving.chat_template import read_chat_template, with_chat_template
 from jaxshare.serving.cluster.model_spec import AdapterFolders
 
 if TYPE_CHECKING:
@@ -74,14 +75,26 @@ def add_adapter(parser: argparse.ArgumentParser, *, several: bool = False) -> No
         )
 
 
+def add_chat_template(parser: argparse.ArgumentParser) -> None:
+    """Adds --chat-template."""
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="the Jinja template that chats are written with (default: the checkpoint's own)",
+    )
+
+
 def load_model(
     options: argparse.Namespace, mesh: "Mesh | None" = None, *, several: bool = False
 ) -> LoadedModel:
     """Loads the model that the options of `add_model` and `add_dtype` name, onto a mesh if there is
-    one, with the adapters of `add_adapter`, of which there may be `several` for requests to name."""
+    one, with the adapters of `add_adapter`, of which there may be `several` for requests to name,
+    and the template of `add_chat_template`."""
     adapters = AdapterFolders.of(options, several=several)
+    template = read_chat_template(getattr(options, "chat_template", None))
     how = {"dtype": options.dtype, "approximate_kv": options.approximate_kv}
-    return adapters.beside(models.load(options.model, mesh=mesh, **how))
+    model = models.load(options.model, mesh=mesh, **how)
+    return adapters.beside(model if template is None else with_chat_template(model, template))
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

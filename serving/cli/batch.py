@@ -118,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     resuming.add_resume(parser, "the job that started the output")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout at the end")
     arguments.add_sampling(parser)
+    arguments.add_chat_template(parser)
     arguments.add_stops(parser)
     arguments.add_grammar(parser)
     arguments.add_logprobs(parser, "in each line")

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=int, default=64, help="maximum tokens of a completion (default 64)"
     )
     arguments.add_sampling(parser)
+    arguments.add_chat_template(parser)
     arguments.add_stops(parser)
     arguments.add_grammar(parser)
     arguments.add_logprobs(parser, "with --json")

@@ -94,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_dtype(parser)
     arguments.add_adapter(parser, several=True)
+    arguments.add_chat_template(parser)
     process_mesh.add_arguments(parser, groups="engines, of which a server has one")
     ray_pool.add_arguments(parser)
 

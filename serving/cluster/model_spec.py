@@ -12,6 +12,7 @@ from typing import Any
 from jaxshare import models
 from jaxshare.argument_checks import as_integer
 from jaxshare.models import LoadedModel
+from jaxshare.serving.chat_template import read_chat_template, with_chat_template
 from jaxshare.serving.cluster import process_mesh
 
 
@@ -74,6 +75,7 @@ class ModelSpec:
         installation.
       dtype, tensor, kv, expert, approximate_kv: the options of a command.
       adapters: beside it, in folders that all nodes have.
+      chat_template: in place of the checkpoint's own, or None.
     """
 
     path: str
@@ -83,6 +85,7 @@ class ModelSpec:
     expert: int = 1
     approximate_kv: str | None = None
     adapters: AdapterFolders = AdapterFolders()
+    chat_template: str | None = None
 
     @classmethod
     def of(cls, options: argparse.Namespace, *, several: bool = False) -> "ModelSpec":
@@ -95,6 +98,7 @@ class ModelSpec:
             getattr(options, "expert", 1),
             options.approximate_kv,
             AdapterFolders.of(options, several=several),
+            read_chat_template(getattr(options, "chat_template", None)),
         ).here()
 
     def here(self) -> "ModelSpec":
@@ -109,7 +113,12 @@ class ModelSpec:
         Raises:
           FileNotFoundError, ConfigError, ValueError: see `jaxshare.models.load`.
         """
-        return dataclasses.replace(models.outline(self.path), approximate_kv=self.approximate_kv)
+        outline = models.outline(self.path)
+        return self._templated(dataclasses.replace(outline, approximate_kv=self.approximate_kv))
+
+    def _templated(self, model: LoadedModel) -> LoadedModel:
+        template = self.chat_template
+        return model if template is None else with_chat_template(model, template)
 
     def load(self) -> LoadedModel:
         """Loads the model on this node.
@@ -128,7 +137,7 @@ class ModelSpec:
         model = models.load(
             self.path, dtype=self.dtype, mesh=mesh, approximate_kv=self.approximate_kv
         )
-        return self.adapters.beside(model)
+        return self.adapters.beside(self._templated(model))
 
 
 def shortened(model: Any, max_model_len: int | None) -> Any:

@@ -17,7 +17,7 @@ from jaxshare.models.tokenizer_files import environment
 
 _PROBE_SECONDS, _CONNECT_SECONDS, _LEAVE_SECONDS = 5, 20, 30
 """Timeouts of an address, of the cluster there, and of leaving it."""
-_STORE_BYTES = 128 * 2**20
+STORE_BYTES = 128 * 2**20
 """Size of the object store of a cluster that is started here: tasks and results are small."""
 _SOCKET_FOLDER = 40
 """Maximum length of a folder's path for Ray's socket paths, 64 characters longer, to stay below the
@@ -52,12 +52,13 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(address: str, on_exit: contextlib.ExitStack) -> None:
+def connect(address: str, on_exit: contextlib.ExitStack, store_bytes: int) -> None:
     """Connects to a cluster, or starts one.
 
     Args:
       address: see `RayPool`.
       on_exit: undoes it.
+      store_bytes: of the object store of a cluster that is started here.
 
     Raises:
       ValueError: no usable cluster at the address, or none can be started.
@@ -78,7 +79,7 @@ def connect(address: str, on_exit: contextlib.ExitStack) -> None:
         on_exit.callback(shutil.rmtree, folder, ignore_errors=True)
         settings |= {
             "include_dashboard": False,
-            "object_store_memory": _STORE_BYTES,
+            "object_store_memory": store_bytes,
             "_temp_dir": folder,
         }
     else:

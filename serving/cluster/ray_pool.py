@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxshare.serving.cluster.process_mesh import sizes_of
-from jaxshare.serving.cluster.ray_cluster import connect, import_ray
+from jaxshare.serving.cluster.ray_cluster import STORE_BYTES, connect, import_ray
 from jaxshare.serving.cluster.ray_replica import ReplicaActor, Work
 
 _MAX_DEATHS = 3
@@ -150,7 +150,14 @@ class RayPool:
       replicas: the number of replicas; known once connected.
     """
 
-    def __init__(self, address: str = "local", *, replicas: int | None = None, devices: int = 1):
+    def __init__(
+        self,
+        address: str = "local",
+        *,
+        replicas: int | None = None,
+        devices: int = 1,
+        store_bytes: int = STORE_BYTES,
+    ):
         """Checks the arguments as far as that is possible without the cluster.
 
         Args:
@@ -160,6 +167,7 @@ class RayPool:
           replicas: their number; default as many as the nodes have room for.
           devices: of one replica: GPUs where the cluster has any and JAX_PLATFORMS is not cpu, or
             else CPUs.
+          store_bytes: of the object store of a cluster that is started here.
 
         Raises:
           ValueError: a number below 1, an invalid address, or Ray is not installed.
@@ -176,7 +184,7 @@ class RayPool:
             )
         import_ray()
         self.address, self._requested, self.devices = address, replicas, devices
-        self._on_exit = contextlib.ExitStack()
+        self._on_exit, self._store_bytes = contextlib.ExitStack(), store_bytes
         self._handles: dict[int, _ReplicaHandle] = {}
         self._spawned = self._failed_starts = 0
         self._queue: collections.deque[_Job] = collections.deque()
@@ -195,7 +203,7 @@ class RayPool:
         with contextlib.ExitStack() as on_exit:
             ray = import_ray()
             if not ray.is_initialized():
-                connect(self.address, on_exit)
+                connect(self.address, on_exit, self._store_bytes)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             self._gpus = os.environ.get("JAX_PLATFORMS") != "cpu" and any(
                 node.get("GPU") for node in nodes

@@ -22,9 +22,10 @@ import jax
 import numpy as np
 
 from jaxshare.argument_checks import INT32_MAX, as_integer
+from jaxshare.models import Decoder, LoadedModel
 from jaxshare.serving.branches.prompt_tree import Prompts
 from jaxshare.serving.cluster.model_spec import ModelSpec
-from jaxshare.serving.cluster.ray_cluster import import_ray
+from jaxshare.serving.cluster.ray_cluster import STORE_BYTES, import_ray
 from jaxshare.serving.cluster.ray_pool import RayPool
 from jaxshare.serving.cluster.ray_replica import Work
 from jaxshare.serving.engine import Engine
@@ -84,7 +85,9 @@ class RayRollouts:
         """
         spec = ModelSpec(model, dtype, as_integer("tensor", tensor, 1), 1).here()
         self.model, self.params_version = spec.outline(), 0
-        self._pool = RayPool(address, replicas=replicas, devices=tensor)
+        # The weights that replicas read still, and those that come.
+        room = STORE_BYTES + 2 * _weight_bytes(self.model)
+        self._pool = RayPool(address, replicas=replicas, devices=tensor, store_bytes=room)
         self._make = functools.partial(_make, spec, engine)
         self._weights: Any = None
 
@@ -167,6 +170,16 @@ class RayRollouts:
             pass
         self._weights, self.params_version = weights, number
         return number
+
+
+def _weight_bytes(model: LoadedModel) -> int:
+    """The bytes of the parameters in float32, the largest dtype that they can have."""
+    shapes = jax.eval_shape(
+        lambda: Decoder(model.config).init(
+            jax.random.key(0), np.zeros((1, 2), np.int32), method="causal"
+        )
+    )
+    return 4 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
 def _make(spec: ModelSpec, options: dict[str, Any]) -> Work:
