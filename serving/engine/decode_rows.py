@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from jaxshare import DecodeState, Sampler, decode
-from jaxshare.decoding.array_rows import filled, shapes_of
+from jaxshare.decoding.array_rows import filled, placed, shapes_of
 from jaxshare.decoding.changes import Action, Changes
 from jaxshare.decoding.loop import compile_decode
 from jaxshare.decoding.pieces import num_pieces
@@ -27,7 +26,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.dispatched import Dispatched
 from jaxshare.serving.engine.loop_sizes import LoopSizes
 from jaxshare.serving.engine.request import Request
-from jaxshare.serving.engine.running_request import WIDTH, RunningRequest
+from jaxshare.serving.engine.running_request import WIDTH, RunningRequest, stacked_logits
 from jaxshare.serving.engine.session_passes import (
     PlacedSession,
     RowShape,
@@ -68,6 +67,7 @@ class DecodeRows:
 
     Attributes:
       before_dispatch: called with the rows of the program that is about to run.
+      view: of the last dispatch; is_warm: whether the loop was warmed up.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class DecodeRows:
         self._model, self._kv, self._num_rows, self._passes = model, kv, rows, passes
         self._sizes = LoopSizes(num_top_logits=num_top_logits)
         self._views = ViewBuilder(rows, FanInGroups(rows, groups))
-        self._view = self._views.build({})  # of the last dispatch
+        self.view = self._views.build({})  # of the last dispatch
         self._samplers = [Sampler()] * rows
         self._adapters = [0] * rows  # their places
         self._stacked: tuple[Samplers, Processing | None] | None = None  # the same on the device
         self._pieces = PIECES
         # Requests that come later find few rows in use at times; those of a batch seldom do.
         self._few = few_rows(rows) if sessions else rows
-        self._is_warm, self._running_rows = False, rows  # of the program that runs
+        self.is_warm, self._running_rows = False, rows  # of the program that runs
         self.before_dispatch: Callable[[int], None] = lambda num_rows: None
         self._grammars = GrammarPlaces(model.config.vocab_size)
         self._grammar_states: dict[int, int] = {}  # of rows that enter with the next dispatch
@@ -127,10 +127,10 @@ class DecodeRows:
                 openings=shape.openings,
                 longest=shape.opening_tokens,
             )
-        self._view = self._views.build({})
+        self.view = self._views.build({})
         return DecodeState.create(
-            self._view.over(self._kv.pool.cache),
-            self._model.adapted(self._view.layout),
+            self.view.over(self._kv.pool.cache),
+            self._model.adapted(self.view.layout),
             [],
             vocab_size=self._model.config.vocab_size,
             stops=self._model.generation.stop_tokens,
@@ -181,7 +181,7 @@ class DecodeRows:
         state = self._state_with_inputs()
         placed = [
             PlacedSession(session, taken, block)
-            for (session, taken, _), block in zip(sessions, self._view.first, strict=True)
+            for (session, taken, _), block in zip(sessions, self.view.first, strict=True)
         ]
         if placed:
             assert self._session_rows
@@ -190,7 +190,7 @@ class DecodeRows:
             self._pieces = max(self._pieces, bucket(num_pieces(largest, WIDTH)))
             changes = _no_changes(state)
         taken = [row.index for row in rows] + [int(each.rows[-1]) for each in placed]
-        is_few = self._is_warm and max(taken, default=0) < self._few
+        is_few = self.is_warm and max(taken, default=0) < self._few
         self._running_rows = num_rows = self._few if is_few else self._num_rows
         self.before_dispatch(num_rows)
         self._kv.speeds.dispatching()
@@ -223,13 +223,13 @@ class DecodeRows:
         changed = bool(sessions or self._entering) or self._kv.view_changed
         if changed:
             seen = {row.index: spans(row.node.path()) for row in rows}
-            self._view = self._views.build(seen, sessions)
+            self.view = self._views.build(seen, sessions)
             for row in rows:
-                row.block, row.length = self._view.own[row.index]
+                row.block, row.length = self.view.own[row.index]
         changes = Changes.none(
             self.state.pending.shape[1],
-            self._view.listed,
-            self._view.table,
+            self.view.listed,
+            self.view.table,
             keeps_view=not changed,
             takes_outputs=True,
         )
@@ -245,7 +245,7 @@ class DecodeRows:
     def _state_with_inputs(self) -> DecodeState:
         """The state with the samplers of all rows, and the logits of those that enter with some."""
         assert self.state is not None
-        sizes, arena = self._sizes, self._kv.pool.cache
+        sizes, arena, view = self._sizes, self._kv.pool.cache, self.view
         if self._stacked is None:
             stops = self._model.generation.stop_tokens
             self._stacked = (
@@ -269,10 +269,17 @@ class DecodeRows:
         if top_logits.tokens.shape[-1] < sizes.num_top_logits:  # what it had is taken
             shape, vocab = self.state.tokens.shape, self._model.config.vocab_size
             top_logits = TopLogits.empty(shape, sizes.num_top_logits, vocab)
+        cache, layout = self.state.cache, dataclasses.replace(self.state.layout, groups=view.groups)
+        # Of other sizes than before all blocks come with the changes: without these a program would
+        # be compiled that leads from one size to the other, beside that of the new one.
+        if cache.num_blocks != view.table.shape[1]:
+            cache = view.over(cache)
+        if layout.blocks.shape != view.listed.shape:
+            layout = dataclasses.replace(layout, blocks=placed(view.listed))
         state = dataclasses.replace(
             self.state,
             cache=dataclasses.replace(
-                self.state.cache, keys=arena.keys, values=arena.values, faults=arena.faults
+                cache, keys=arena.keys, values=arena.values, faults=arena.faults
             ),
             samplers=samplers,
             history=history,
@@ -281,13 +288,12 @@ class DecodeRows:
             processed=processed,
             raw_logprobs=raw,
             grammars=self._grammars.put(self.state.grammars),
-            layout=self._model.adapted(
-                dataclasses.replace(self.state.layout, groups=self._view.groups), self._adapters
-            ),
+            layout=self._model.adapted(layout, self._adapters),
         )
         rows = [row for row in self._entering.values() if row.logits is not None]
         if rows:
-            state = state.with_logits([row.index for row in rows], self._entering_logits(rows))
+            logits = stacked_logits(rows, self._num_rows, self._model.config.vocab_size)
+            state = state.with_logits([row.index for row in rows], logits)
         for row in rows:
             row.logits = None
         self._entering.clear()
@@ -309,17 +315,6 @@ class DecodeRows:
             return row.request.processor_states
         assert self.state is not None and self.state.processing is not None
         return self.state.processing.row_states(row.index)
-
-    def _entering_logits(self, rows: Sequence[RunningRequest]) -> Array:
-        # For each row of the loop, and out of a rounded number, so that few programs serve all.
-        none = jnp.zeros(self._model.config.vocab_size)
-        different = {id(row.logits): row.logits for row in rows if row.logits is not None}
-        place = {key: i for i, key in enumerate(different)}
-        index = [place[id(row.logits)] for row in rows]
-        index += [0] * (self._num_rows - len(rows))
-        stacked = [*different.values()]
-        stacked += [none] * (bucket(len(stacked)) - len(stacked))
-        return jnp.stack(stacked)[np.asarray(index)]
 
     def fetch(self) -> Dispatched:
         """Waits for a dispatch and fetches its results."""
@@ -365,7 +360,7 @@ class DecodeRows:
         logits = jnp.zeros((self._num_rows, self._model.config.vocab_size))
         self.state = (self.state or self._created()).with_logits([], logits)
         for is_warm in (False, self._few < self._num_rows):
-            self._is_warm = is_warm
+            self.is_warm = is_warm
             self.dispatch([], passes=0, stop_on_finish=False)
             self.fetch()
         self._views.keep_groups()
@@ -392,13 +387,14 @@ class DecodeRows:
             self._stacked = None
         self._sizes = sizes
 
-    def programs(self, sizes: LoopSizes) -> dict[int, Callable[[], None]]:
+    def programs(self, sizes: LoopSizes, width: int) -> dict[int, Callable[[], None]]:
         """Calls that compile the loop of these sizes, in any thread, while this one goes on; by the
         rows of each program, of which the first is in place of the one that runs now."""
         other = copy.copy(self)
+        other.view = view = dataclasses.replace(self.view, width=width)
         other._entering, other._grammars = {}, copy.copy(self._grammars)
         other.grow(sizes)
-        state, view = other._state_with_inputs(), self._view
+        state = other._state_with_inputs()
         changes = Changes.none(state.pending.shape[1], view.listed, view.table)
         arrays = shapes_of((self._model.variables, state, changes))
 
@@ -406,7 +402,7 @@ class DecodeRows:
             how = {"width": WIDTH, "pieces": self._pieces_of(num_rows), "rows": num_rows}
             compile_decode(self._model.module, *arrays[:2], changes=arrays[2], **how)
 
-        few = self._few if self._is_warm else self._num_rows
+        few = self._few if self.is_warm else self._num_rows
         order = dict.fromkeys((self._running_rows, few, self._num_rows))
         return {num_rows: functools.partial(compile_for, num_rows) for num_rows in order}
 

@@ -3,6 +3,9 @@
 A request with options that none had before may need a larger decode state, and so another program,
 which takes seconds to compile. It alone waits for that: the program is compiled in a thread, for all
 such requests that wait at that time, while others are served; once it is there, the loop grows.
+
+Rows that come to list many blocks, as those of long dialogues do, need another program, too. Once one
+lists more than half of what it can, that program is compiled before any needs it.
 """
 
 import logging
@@ -33,12 +36,14 @@ class ProgramsAhead:
     def __init__(self, rows: DecodeRows, metrics: Metrics, on_end: Callable[[], None]):
         self._rows, self._metrics, self._on_end = rows, metrics, on_end
         self._job: _CompilerJob | None = None
+        self._widened: _Shapes | None = None  # the last that were compiled for more blocks
         rows.before_dispatch = self._wait_for
 
     @property
     def compiling(self) -> bool:
         """True while requests wait for a program."""
-        return self._job is not None and not self._job.entered and not self._job.first.is_set()
+        job = self._job
+        return job is not None and bool(job.requests) and not job.first.is_set()
 
     def holds(self, request: Request, queue: Iterable[Request]) -> bool:
         """Returns whether a waiting request has to wait for a program; begins to compile it.
@@ -47,7 +52,6 @@ class ProgramsAhead:
           request: of the queue.
           queue: all that wait, for which the program is to be.
         """
-        self._look()
         if request.fits or not self._rows.state:  # the first dispatch compiles in any case
             return False
         if self._job and request in self._job.requests:
@@ -56,54 +60,61 @@ class ProgramsAhead:
             request.fits = True
             return False
         if self._job is None:
-            self._job = self._begin([r for r in queue if not r.fits and not self._has_room(r)])
+            lacking = [r for r in queue if not r.fits and not self._has_room(r)]
+            self._begin((self._rows.sizes_for(lacking), self._rows.view.width), lacking)
         return True
 
     def _has_room(self, request: Request) -> bool:
         return self._rows.sizes_for([request]) == self._rows.sizes
 
-    def _begin(self, requests: list[Request]) -> "_CompilerJob":
-        sizes = self._rows.sizes_for(requests)
-        job = _CompilerJob(requests, sizes, self._rows.programs(sizes), self._on_end)
-        log.info("compiling the decode loop%s; other requests go on", job.options)
-        return job
+    def _begin(self, shapes: "_Shapes", requests: list[Request]) -> None:
+        self._job = job = _CompilerJob(shapes, requests, self._rows.programs(*shapes), self._on_end)
+        log.info("compiling the decode loop%s; other requests go on", job.purpose)
 
-    def _look(self) -> None:
-        """Lets the loop grow once the first program is there, and the requests that wait for it enter."""
-        job = self._job
-        if job is None or not job.first.is_set():
-            return
-        if not job.entered:
+    def look(self) -> None:
+        """Lets the loop grow once the first program is there, and the requests enter that wait for it;
+        begins to compile the program for rows that list more blocks. Between two dispatches."""
+        if self._job:
+            self._take(self._job)
+        view = self._rows.view
+        wider = self._rows.sizes, 2 * view.width
+        is_half_full = 2 * max(map(len, view.blocks)) > view.width
+        if self._rows.is_warm and self._job is None and is_half_full and wider != self._widened:
+            self._widened = wider
+            self._begin(wider, [])
+
+    def _take(self, job: "_CompilerJob") -> None:
+        if job.first.is_set() and not job.entered:
             job.entered = True
             if job.failure is None:
-                self._rows.grow(job.sizes)
+                self._rows.grow(job.shapes[0])
             for request in job.requests:
                 request.fits = True
-        self._end_job()
-
-    def _end_job(self) -> None:
-        job = self._job
-        if job and job.entered and not job.thread.is_alive():
+        if job.entered and not job.thread.is_alive():
             self._job = None
             self._metrics.compiled(job.seconds)
             if job.failure is None:
-                log.info("compiled the decode loop%s: %.1f s", job.options, job.seconds)
+                log.info("compiled the decode loop%s: %.1f s", job.purpose, job.seconds)
             else:  # which they meet in the loop, and are told of
                 what = "could not compile the decode loop%s"
-                log.warning(what, job.options, exc_info=job.failure)
+                log.warning(what, job.purpose, exc_info=job.failure)
 
     def _wait_for(self, num_rows: int) -> None:
         """Waits for a program that is about to run, rather than to compile it once more."""
-        self._end_job()
-        if self._job and self._job.entered and num_rows not in self._job.there:
-            self._job.thread.join()
+        job, shapes = self._job, (self._rows.sizes, self._rows.view.width)
+        if job and job.shapes == shapes and num_rows not in job.there:
+            job.thread.join()
+
+
+_Shapes = tuple[LoopSizes, int]
+"""The sizes of a loop, and the blocks that its rows can list."""
 
 
 class _CompilerJob:
     """Programs that are compiled in a thread.
 
     Args:
-      requests, sizes: that they are for.
+      shapes, requests: that they are for.
       programs: see `DecodeRows.programs`.
       on_end: called when the first program is there, and at the end.
 
@@ -115,12 +126,12 @@ class _CompilerJob:
 
     def __init__(
         self,
+        shapes: _Shapes,
         requests: list[Request],
-        sizes: LoopSizes,
         programs: dict[int, Callable[[], None]],
         on_end: Callable[[], None],
     ):
-        self.requests, self.sizes = requests, sizes
+        self.shapes, self.requests = shapes, requests
         self.first, self.there, self.entered = threading.Event(), set[int](), False
         self.seconds, self.failure = 0.0, None
         self._programs, self._on_end = programs, on_end
@@ -129,8 +140,10 @@ class _CompilerJob:
         self.thread.start()
 
     @property
-    def options(self) -> str:
-        """The options that the requests have, for a message."""
+    def purpose(self) -> str:
+        """The options that the requests have, or else the blocks, for a message."""
+        if not self.requests:
+            return f" for {self.shapes[1]} blocks of a row"
         names = sorted({name for each in self.requests for name in each.options})
         return f" for {', '.join(names)}" if names else ""
 

@@ -1,13 +1,16 @@
 """Running requests: the rows that the scheduler has admitted."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxshare.decoding.changes import Start
 from jaxshare.decoding.top_logits import largest_logprobs
+from jaxshare.layout import bucket
 from jaxshare.serving.engine.dispatched import Dispatched
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.speculation import DraftLookup
@@ -98,3 +101,17 @@ class RunningRequest:
 def preemption_order(row: RunningRequest) -> tuple[int, int]:
     """Sort key of the row to preempt first: the lowest priority, then the latest submission."""
     return row.request.priority, -row.request.number
+
+
+def stacked_logits(rows: Sequence[RunningRequest], num_rows: int, vocab_size: int) -> Array:
+    """The logits of rows that have some, float32[num_rows, V]; what follows means nothing.
+
+    They are for each row of the loop, and out of a rounded number, so that few programs serve all.
+    """
+    different = {id(row.logits): row.logits for row in rows if row.logits is not None}
+    place = {key: i for i, key in enumerate(different)}
+    index = [place[id(row.logits)] for row in rows]
+    index += [0] * (num_rows - len(rows))
+    stacked = [*different.values()]
+    stacked += [jnp.zeros(vocab_size)] * (bucket(len(stacked)) - len(stacked))
+    return jnp.stack(stacked)[np.asarray(index)]

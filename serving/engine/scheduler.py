@@ -108,6 +108,8 @@ class Scheduler:
         """Runs one step; False if no request is left. Without `admit` the queue goes on waiting; with
         `only_begun` those of it that have not begun, which then do not count."""
         self._finish_cancelled()
+        if self.ahead:
+            self.ahead.look()
         self._siblings.look_up(self.live)
         while True:
             admitted = self._admit(only_begun) if admit else 0

@@ -163,9 +163,9 @@ class _Entered:
     def __init__(self, engine):
         self.entered, self._programs = threading.Event(), engine._scheduler.decode_rows.programs
 
-    def __call__(self, sizes):
+    def __call__(self, *shapes):
         self.entered.set()
-        return self._programs(sizes)
+        return self._programs(*shapes)
 
 
 def test_a_request_that_is_cancelled_while_it_waits_ends_at_once(gate):
@@ -187,3 +187,25 @@ def test_where_compiling_ahead_fails_the_loop_itself_compiles(monkeypatch, alone
         output = submit(engine, **OPTIONS["counts"]).wait(PATIENCE)
     assert output.tokens == submit(alone, **OPTIONS["counts"]).wait().tokens
     assert "could not compile the decode loop for frequency_penalty" in caplog.text
+
+
+@pytest.mark.slow
+def test_the_program_for_long_paths_is_there_before_any_needs_it(caplog):
+    """A dialogue of many turns lists a block or two for each; no turn waits for the compiler."""
+    caplog.set_level(logging.INFO, "jaxshare.engine")
+    tokens, turns = [*range(10, 40)], []
+    with Engine(MODEL, max_rows=6) as engine, Engine(MODEL, max_rows=1) as alone:
+        engine.warm_up()
+        with compiling_threads() as threads:
+            for turn in range(12):
+                done = engine.submit(tokens, WARM, max_new_tokens=6, seed=turn).wait(PATIENCE)
+                turns.append((tokens, done.tokens))
+                tokens = [*tokens, *done.tokens, 50 + turn, 51 + turn]
+                while (job := engine._scheduler.ahead._job) and job.thread.is_alive():
+                    job.thread.join()
+        assert engine._scheduler.decode_rows.view.width > 8
+        assert threads and {*threads} == {"jaxshare-compiler"}
+        for turn, (prompt, found) in enumerate(turns):
+            expected = alone.submit(prompt, WARM, max_new_tokens=6, seed=turn).wait(PATIENCE)
+            assert expected.tokens == found
+    assert "compiling the decode loop for 16 blocks of a row; other requests go on" in caplog.text
