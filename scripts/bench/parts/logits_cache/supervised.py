@@ -3,7 +3,6 @@ on engines with and without the Logits Cache."""
 
 import asyncio
 import contextlib
-import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,8 +85,9 @@ def search_point(
     engine: Mapping[str, Any] = {},
     logits_cache: int = CACHE_BYTES,
 ) -> dict[str, Any]:
-    """Searches for an answer to each prompt, on one side after the other; the first one is not timed.
-    With `always` the Logits Cache is used where it does not pay, too.
+    """Searches for an answer to each prompt, on one side after the other. The first one is not timed,
+    nor are those in which an engine compiles, unless all are. With `always` the Logits Cache is used
+    where it does not pay, too.
 
     Args:
       engine: options of all engines, in place of those that follow from the sizes.
@@ -105,28 +105,25 @@ def search_point(
     sampler = Sampler(temperature=temperature, forbidden=tuple(model.generation.stop_tokens))
     with _engines(model, sizes, cache) as engines:
         models = {side: TokenModel(each, side, sampler, tokens) for side, each in engines.items()}
-        said, seconds = ({side: [] for side in SIDES} for _ in range(2))
+        said = {side: [] for side in SIDES}
 
         def search(side: str, prompt: Sequence[int]) -> float:
             begun = time.perf_counter()
             said[side].append(asyncio.run(_search(models[side], supervisor, prompt, seed)))
             return time.perf_counter() - begun
 
-        for number, prompt in enumerate(prompts):
-            found = alternate({side: lambda s=side, p=prompt: search(s, p) for side in SIDES}, 1)
-            for side in SIDES if number or len(prompts) == 1 else ():
-                seconds[side] += found[side]
+        timed = _timed(engines, prompts, search)
         given = {side: _replayed(models[side].engine) for side in SIDES}
     speedups = {
-        side: statistics.fmean(map(operator.truediv, seconds[BASELINE], seconds[side]))
-        for side in SIDES
+        side: statistics.fmean(each[BASELINE] / each[side] for each in timed) for side in SIDES
     }
     pairs = zip(said[STEPWISE], said[BASELINE], strict=True)
     computed = sum(tokens * len(answers) for answers in said[BASELINE])
     return {
         "supervisor": supervisor,
         "temperature": temperature,
-        "seconds": {side: sum(each) for side, each in seconds.items()},
+        "timed": len(timed),
+        "seconds": {side: sum(each[side] for each in timed) for side in SIDES},
         "speedup": speedups,
         "hit_ratio": {side: given[side] / computed for side in SIDES},
         "different_from_baseline": sum(own != base for own, base in pairs),
@@ -145,6 +142,26 @@ def _engines(
             made[side] = stack.enter_context(Engine(model, **sizes, **more))
             made[side].warm_up()
         yield made
+
+
+def _timed(
+    engines: Mapping[str, Engine],
+    prompts: Sequence[Sequence[int]],
+    search: Callable[[str, Sequence[int]], float],
+) -> list[dict[str, float]]:
+    """The seconds of the searches that count, by side; those of the last one where none does."""
+    seconds: list[tuple[bool, dict[str, float]]] = []
+    for number, prompt in enumerate(prompts):
+        before = _compiled(engines)
+        found = alternate({side: lambda s=side, p=prompt: search(s, p) for side in SIDES}, 1)
+        counts = number > 0 and _compiled(engines) == before
+        seconds.append((counts, {side: found[side][0] for side in SIDES}))
+    return [each for counts, each in seconds if counts] or [seconds[-1][1]]
+
+
+def _compiled(engines: Mapping[str, Engine]) -> float:
+    """The seconds that the engines have compiled so far."""
+    return sum(engine.metrics.compile_seconds for engine in engines.values())
 
 
 def _replayed(engine: Engine) -> int:
