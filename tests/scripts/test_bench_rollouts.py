@@ -32,25 +32,30 @@ def test_goals_and_table():
         assert words in text
 
 
-def test_data_groups_take_a_core_each(monkeypatch):
+@pytest.mark.parametrize(("key", "what"), rollouts.SCALED.items())
+def test_groups_take_a_core_each(key, what, monkeypatch):
     monkeypatch.setattr(groups, "cores", lambda: 2)
     taken = {1: {"samples": 32, "seconds": [9.0, 8.0]}, 2: {"samples": 64, "seconds": [10.0]}}
-    monkeypatch.setattr(groups, "seconds_of", lambda n, _: taken[n] | {"update_seconds": [0.1]})
-    found = groups.scaling(2, tiny=True)
+    monkeypatch.setattr(
+        groups, "seconds_of", lambda n, tiny, ray: taken[n] | {"update_seconds": [0.1]}
+    )
+    found = groups.scaling(2, tiny=True, ray=key == "ray")
     assert found["samples_per_second"] == [4.0, 6.4] and found["efficiency"] == 0.8
-    assert rollouts.goal_of_groups(found).met is False
+    assert rollouts.goal_of_groups(found, what).met is False
+    assert rollouts.goal_of_groups(found, what).name.startswith(f"2 {what}: ")
     many = groups.scaling(3, tiny=True)
     assert many["why"] == "3 groups take a core each, and there are 2"
-    assert rollouts.goal_of_groups(many).met is None
+    assert rollouts.goal_of_groups(many, what).met is None
     where = {"cpu": "a CPU", "cores": 2, "load_average": 0.0}
     report = {"machine": where, "versions": {"jax": "1"}, "results": [RESULT]}
-    assert "not measured: 3 groups" in rollouts.as_text(report | {"groups": many})
-    assert "6.40" in rollouts.as_text(report | {"groups": found})
+    assert "not measured: 3 groups" in rollouts.as_text(report | {key: many})
+    assert f"{what}: 2, samples/s" in (text := rollouts.as_text(report | {key: found}))
+    assert "6.40" in text
 
 
 @pytest.mark.parametrize(
     "given",
-    [["--seed", "-1"], ["--rounds", "0"], ["--output", "/no/where"], ["--groups", "1"]],
+    [["--seed", "-1"], ["--rounds", "0"], ["--output", "/no/where"], ["--groups", "1"], ["--ray"]],
 )
 def test_wrong_arguments_are_refused(given, capsys):
     with pytest.raises(SystemExit) as ended:
