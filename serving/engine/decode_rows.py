@@ -359,7 +359,7 @@ class DecodeRows:
         self._grow(self._sizes.grown(requests, self._model))
         logits = jnp.zeros((self._num_rows, self._model.config.vocab_size))
         self.state = (self.state or self._created()).with_logits([], logits)
-        for is_warm in (False, self._few < self._num_rows):
+        for is_warm in (False, True):
             self.is_warm = is_warm
             self.dispatch([], passes=0, stop_on_finish=False)
             self.fetch()

@@ -77,11 +77,12 @@ class ProgramsAhead:
         if self._job:
             self._take(self._job)
         view = self._rows.view
-        wider = self._rows.sizes, 2 * view.width
         is_half_full = 2 * max(map(len, view.blocks)) > view.width
-        if self._rows.is_warm and self._job is None and is_half_full and wider != self._widened:
-            self._widened = wider
-            self._begin(wider, [])
+        if self._rows.is_warm and self._job is None and is_half_full:
+            wider = self._rows.sizes, 2 * view.width
+            if wider != self._widened:
+                self._widened = wider
+                self._begin(wider, [])
 
     def _take(self, job: "_CompilerJob") -> None:
         if job.first.is_set() and not job.entered:
@@ -101,8 +102,8 @@ class ProgramsAhead:
 
     def _wait_for(self, num_rows: int) -> None:
         """Waits for a program that is about to run, rather than to compile it once more."""
-        job, shapes = self._job, (self._rows.sizes, self._rows.view.width)
-        if job and job.shapes == shapes and num_rows not in job.there:
+        job, rows = self._job, self._rows
+        if job and num_rows not in job.there and job.shapes == (rows.sizes, rows.view.width):
             job.thread.join()
 
 

@@ -15,6 +15,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Collection, Hashable, Iterator
 from typing import Any, Self, Unpack
 
@@ -22,7 +23,8 @@ import jax
 import numpy as np
 
 from jaxshare.argument_checks import INT32_MAX, as_integer
-from jaxshare.models import Decoder, LoadedModel
+from jaxshare.models import LoadedModel
+from jaxshare.models.tensor_names import expected_tensors
 from jaxshare.serving.branches.prompt_tree import Prompts
 from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.ray_cluster import STORE_BYTES, import_ray
@@ -174,12 +176,7 @@ class RayRollouts:
 
 def _weight_bytes(model: LoadedModel) -> int:
     """The bytes of the parameters in float32, the largest dtype that they can have."""
-    shapes = jax.eval_shape(
-        lambda: Decoder(model.config).init(
-            jax.random.key(0), np.zeros((1, 2), np.int32), method="causal"
-        )
-    )
-    return 4 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    return 4 * sum(math.prod(each.shape) for each in expected_tensors(model.config).values())
 
 
 def _make(spec: ModelSpec, options: dict[str, Any]) -> Work:

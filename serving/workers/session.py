@@ -225,7 +225,8 @@ class Workers(SessionView):
         check_min(1, save_every=save_every)
         if save_to:
             checkpoint.check_can_save(self._session, save_cache)
-        budgets, saved, begun = sorted(set(finish_at or [self.budget])), self.passes, self.passes
+        budgets = sorted(set(finish_at or [self.budget]))
+        begun = saved = self.passes
         answers = self._session.answers
         for budget in [*budgets, None]:
             for event in self.stream(budget):

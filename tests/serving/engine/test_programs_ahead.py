@@ -190,11 +190,12 @@ def test_where_compiling_ahead_fails_the_loop_itself_compiles(monkeypatch, alone
 
 
 @pytest.mark.slow
-def test_the_program_for_long_paths_is_there_before_any_needs_it(caplog):
+@pytest.mark.parametrize("rows", [6, 3])  # with a program for few rows, and without
+def test_the_program_for_long_paths_is_there_before_any_needs_it(rows, caplog):
     """A dialogue of many turns lists a block or two for each; no turn waits for the compiler."""
     caplog.set_level(logging.INFO, "jaxshare.engine")
     tokens, turns = [*range(10, 40)], []
-    with Engine(MODEL, max_rows=6) as engine, Engine(MODEL, max_rows=1) as alone:
+    with Engine(MODEL, max_rows=rows) as engine, Engine(MODEL, max_rows=1) as alone:
         engine.warm_up()
         with compiling_threads() as threads:
             for turn in range(12):
