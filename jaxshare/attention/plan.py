@@ -6,6 +6,7 @@ Hydragen section 3).
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -132,6 +133,22 @@ def make_plan(
     """
     check_pass(cache, layout, count, width)
     rope = cache.rope if rope is None else rope
+    tilings = shared_tiling, group_tiling, private_tiling
+    return _planned(cache, layout, count, width, rope, window, tilings)
+
+
+# Outside of jit a plan is one program, too, in place of a hundred of single operations.
+@functools.partial(jax.jit, static_argnames=("width", "rope", "window", "tilings"), inline=True)
+def _planned(
+    cache: KVCache,
+    layout: Layout,
+    count: Array,
+    width: int,
+    rope: Rope,
+    window: int,
+    tilings: tuple[Tiling | None, Tiling | None, Tiling | None],
+) -> Plan:
+    shared_tiling, group_tiling, private_tiling = tilings
     block = jnp.clip(layout.blocks, 0, cache.num_blocks - 1)
     appended = _appended(cache, layout, count, width, rope)
     order = _row_order(cache, layout, block, appended, width, rope)

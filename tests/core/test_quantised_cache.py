@@ -332,6 +332,7 @@ def test_a_move_that_rotates_nothing_keeps_codes_bit_for_bit(format):
         np.testing.assert_array_equal(old[:, there : there + n], new[:, there + 11 :][:, :n])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", mostly_slow(FORMATS))
 def test_a_fork_shares_codes(format):
     cache = filled(format, jnp.float32)

@@ -56,14 +56,13 @@ def layer(form: str, expert: int, tensor: int = 1):
     ("form", "expert", "tensor"),
     mostly_slow(
         [
-            ("mixtral", 4, 1),
             ("deepseek_v3", 2, 2),
+            ("mixtral", 4, 1),
             ("gpt_oss", 4, 2),
             ("qwen2", 2, 4),
             ("deepseek_v2", 4, 2),
             ("mixtral", 8, 1),
         ],
-        2,
         several=True,
     ),
 )

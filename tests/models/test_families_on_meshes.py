@@ -51,6 +51,7 @@ def test_a_mesh_gives_the_logits_of_one_device(case):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", mostly_slow(CASES, 1))
 def test_packed_parameters_give_the_same_logits(case):
     model = load(case)

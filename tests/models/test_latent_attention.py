@@ -249,6 +249,7 @@ def test_half_precision_is_near():
     assert np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_packed_parameters_are_the_same_model():
     model = loaded(LATENT)
     joined = packed.pack({"params": {**model.params["params"]}}, LATENT)

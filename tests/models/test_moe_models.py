@@ -48,7 +48,7 @@ class DenseExperts(DenseModel):
         return by_hand(self.config.moe, layer["moe"], rows).reshape(x.shape)
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", mostly_slow(FAMILIES))
 def test_workers_that_read_each_other(case):
     """Ragged passes, in which rows bring several tokens, one or none, in three layouts."""
     model = loaded(case)

@@ -64,7 +64,7 @@ def given_in_each_way(params):
 
 
 @pytest.mark.parametrize("name", mostly_slow(dict.fromkeys([*HARDEST, *MODELS]), len(HARDEST)))
-@pytest.mark.parametrize("config", [SPLIT, dataclasses.replace(LATENT, num_layers=1)])
+@pytest.mark.parametrize("config", mostly_slow([SPLIT, dataclasses.replace(LATENT, num_layers=1)]))
 def test_new_ones_are_as_those_of_a_model_made_of_them(name, config):
     if config.mla and name.startswith("four devices"):
         config = dataclasses.replace(config, vocab_size=104)

@@ -10,7 +10,7 @@ import pytest
 from jaxshare import KVCache, Layout, models
 from jaxshare.models import Decoder, Generation, LoadedModel
 from jaxshare.models.packed import pack, unpack
-from tests.helpers import TINY, init
+from tests.helpers import TINY, init, mostly_slow
 
 CONFIGS = {
     "llama": TINY,
@@ -43,7 +43,7 @@ def logits(model: LoadedModel):
     return np.concatenate([np.asarray(found)[0], np.asarray(found)[1, :2]])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", mostly_slow(CONFIGS))
 def test_logits_and_fingerprints_are_those_of_the_parts(name):
     config = CONFIGS[name]
     params = random_params(config)

@@ -11,6 +11,7 @@ from jaxshare.decoding.truncation import truncation_bounds
 from scripts.bench import sampling
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path, capsys):
     output = tmp_path / "sampling.json"
     arguments = ["--quick", "--rows", "3", "--vocab", "500", "--output", str(output)]

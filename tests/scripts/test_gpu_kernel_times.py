@@ -28,6 +28,7 @@ def test_kernels_are_those_of_gpus_the_longest_first(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_it_runs_without_a_gpu_at_tiny_sizes(capsys):
     assert kernel_times.main(["--cpu", "--cases", "short", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

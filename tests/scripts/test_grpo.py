@@ -180,8 +180,8 @@ def test_an_update_has_the_gradients_of_the_published_objective(model, length, t
     assert count == 5 and total["tokens"] == 9 + 1 + 7 + 12 + 5
     assert 0 < total["clipped"] < total["tokens"] and total["divergence"] > 0 < total["drift"]
     with jax.numpy_dtype_promotion("standard"):
-        value, gradients = jax.value_and_grad(
-            lambda p: published(model, batch, p, reference, length, objective)
+        value, gradients = jax.jit(
+            jax.value_and_grad(lambda p: published(model, batch, p, reference, length, objective))
         )(params)
     assert float(total["objective"]) / count == pytest.approx(float(value), abs=1e-4)
     scale = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(gradients))

@@ -58,6 +58,7 @@ def stages(script):
     return [found[i] for i in range(3)]
 
 
+@pytest.mark.slow
 def test_stages_of_a_skeleton_are_learned_as_its_sessions_ask_for_them(script, model):
     """Against the prompt and the opening of a session of the baseline itself."""
     stage = stages(script)

@@ -107,7 +107,7 @@ def only_where_there_is(implementation: str) -> None:
         pytest.skip("no CPU kernels here")
 
 
-@pytest.mark.parametrize("implementation", mostly_slow(["xla", "cpu", "reference"], 2))
+@pytest.mark.parametrize("implementation", mostly_slow(["cpu", "xla", "reference"]))
 def test_a_session_of_rows_that_list_blocks_at_other_places(implementation):
     only_where_there_is(implementation)
     latents = Latents()

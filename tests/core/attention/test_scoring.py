@@ -25,6 +25,7 @@ def test_one_token_a_row(case):
     check(dataclasses.replace(GQA, scoring=ALL_THREE), case, implementations=GENERAL)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(case=cases(dataclasses.replace(GQA, groups=(2, 3))))
 def test_windows_over_blocks_that_groups_of_rows_see(case):
@@ -64,6 +65,7 @@ def test_tiles_outside_the_window_are_not_read():
     assert int(plan.private.count) == 5 + 4 + 1 + 1 and int(plan.shared.count) == 0
 
 
+@pytest.mark.slow
 def test_a_window_wider_than_the_text_changes_nothing():
     rng = np.random.default_rng(0)
     cache = KVCache.create(TINY, (64, 64), jnp.float32)

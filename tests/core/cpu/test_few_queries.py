@@ -34,7 +34,7 @@ class OneLayer:
         return Rope.none()
 
 
-@pytest.mark.parametrize(("group", "dim"), mostly_slow(CASES, 4, several=True))
+@pytest.mark.parametrize(("group", "dim"), mostly_slow(CASES, 2, several=True))
 def test_each_length_is_that_of_sums_in_float64(group, dim):
     rng, config = np.random.default_rng(group), OneLayer(dim)
     rows, heads = len(LENGTHS), 2 * group

@@ -212,7 +212,6 @@ _WITHOUT = {
                 *itertools.product(_WITHOUT, ("float32", "bfloat16", "float16")),
             ]
         ),
-        3,
         several=True,
     ),
 )

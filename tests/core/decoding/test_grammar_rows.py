@@ -108,7 +108,7 @@ def test_forced_tokens_end_at_the_most_tokens_and_are_those_of_one_by_one(count)
     assert ended == expected
 
 
-@pytest.mark.parametrize("capacity", mostly_slow([1, 17, 3, 16], 2))
+@pytest.mark.parametrize("capacity", mostly_slow([17, 1, 3, 16]))
 def test_outputs_with_little_room_are_taken_in_parts(capacity):
     whole, parts = texts(run(start(1, 0, None))), [[], [], []]
     state = start(1, 0, None, capacity=capacity)
@@ -175,7 +175,7 @@ class Reader:
         return np.stack(whole)[:rows]
 
 
-@pytest.mark.parametrize("more", mostly_slow([{"scored": True}, {"capacity": 3}, {}], 2), ids=str)
+@pytest.mark.parametrize("more", mostly_slow([{"scored": True}, {"capacity": 3}, {}]), ids=str)
 def test_rows_that_the_host_reads_along_write_what_tables_make_them_write(more):
     expected = [*texts(run(start(1, 0, None)))]
     reader = Reader(LONG, ONE, None)

@@ -94,8 +94,8 @@ def check(
     ("backend", "format", "dim"),
     mostly_slow(
         [
-            ("triton", "fp8", 64),
             ("mosaic_gpu", "int8", 64),
+            ("triton", "fp8", 64),
             ("triton", "int8", 80),
             ("triton", "fp8", 80),
             ("triton", "int8", 192),
@@ -108,7 +108,6 @@ def check(
             ("mosaic_gpu", "int8", 256),
             ("mosaic_gpu", "fp8", 256),
         ],
-        2,
         several=True,
     ),
 )
@@ -148,6 +147,7 @@ def test_pending_tokens_in_float16(format):
     check(MOSAIC, format, PENDING, case([[0, 2, 1]], [31], [70, 40, 3, 0], gaps=[3, 0, 1, 0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "more"),
     mostly_slow(

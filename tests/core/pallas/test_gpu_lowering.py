@@ -203,6 +203,7 @@ print(len(traces), sum('name = "draw"' not in line for line in calls))
 """Run in a process that has not imported what kernels are written with."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", mostly_slow((3, 5)))
 @pytest.mark.parametrize("backend", mostly_slow(TARGETS))
 def test_kernels_are_lowered_once_for_all_layers_and_nothing_is_traced_again(backend, layers):

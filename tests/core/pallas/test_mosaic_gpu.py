@@ -84,6 +84,7 @@ def test_sinks():
     check(shape, case([[0, 2], [], [1, 3]], [1, 0, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
 
 
+@pytest.mark.slow
 def test_a_warpgroup_merges_several_queries(monkeypatch):
     """As where there are more queries than warpgroups."""
     chosen, choose = [], merge_mosaic_gpu._queries_at_once
@@ -109,6 +110,7 @@ def test_softcaps_of_wide_heads():
     check(shape, case([[0, 2], [1, 0], [3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     mostly_slow(

@@ -97,6 +97,7 @@ def test_any_layout(case):
     check(DECODE, case)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(cases(WIDE, lengths=SOME_LENGTHS))
 def test_any_layout_with_pending_tokens(case):
@@ -113,6 +114,7 @@ def test_sinks():
     check(shape, case([[0, 3, 1], [], [2]], [1, 0, 1], [0, 129, 0, 64, 1, 0], gaps=[1] * 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", mostly_slow([1.5, 50.0]))
 def test_softcaps(softcap):
     """Scores far above the cap, and far below."""
@@ -196,6 +198,7 @@ def test_every_head_dim(dim):
     check(shape, case([[0, 1], [0, 2]], [1, 1], [150, 66, 0], gaps=[1, 0, 0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     mostly_slow(

@@ -23,6 +23,7 @@ from jaxshare.models.safetensors_io import nested
 from jaxshare.models.tensor_names import expected_tensors
 from jaxshare.quantised import QuantisedTensor, is_quantised, quantised
 from jaxshare.serving.cli import main
+from tests.helpers import mostly_slow
 
 TINY = dict(
     architectures=["Qwen3ForCausalLM"],
@@ -135,7 +136,16 @@ def unpacked(tensors, name, bits):
 
 @pytest.mark.parametrize(
     ("format", "more", "bits"),
-    [("int8", [], 8), ("int4", [], 4), ("int4", ["--zeros", "--group", "32"], 4), ("fp8", [], 0)],
+    mostly_slow(
+        [
+            ("int8", [], 8),
+            ("int4", [], 4),
+            ("fp8", [], 0),
+            ("int4", ["--zeros", "--group", "32"], 4),
+        ],
+        3,
+        several=True,
+    ),
 )
 def test_both_forms_have_the_numbers_that_the_files_describe(
     source, tmp_path, capsys, format, more, bits
@@ -220,6 +230,7 @@ def test_zero_and_tiny_groups_have_scales_that_are_not_zero():
         assert np.isfinite(found.dequantised()).all() and not found.dequantised()[0].any()
 
 
+@pytest.mark.slow
 def test_a_text_makes_the_error_smaller_where_channels_are_large(source, text, tmp_path, capsys):
     plain = load(source)
     tokens = np.random.default_rng(2).integers(3, 402, (2, 64))

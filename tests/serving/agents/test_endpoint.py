@@ -96,6 +96,7 @@ def test_an_agent_says_the_same_by_an_endpoint_as_in_the_process(engine, live):
     assert sorted(texts(here).values()) == sorted([first, *several, last])
 
 
+@pytest.mark.slow
 def test_an_answer_of_a_type_is_constrained_at_the_endpoint(live):
     @agent
     async def number():

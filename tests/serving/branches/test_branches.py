@@ -445,7 +445,8 @@ def test_greedy_waves_equal_the_plain_loop():
     assert texts(done) == {(p, i): plain_greedy(WHOLE[p], NEW)[0] for p, i in NUMBERS}
 
 
-@pytest.mark.parametrize("tokens", [31, pytest.param(47, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [31, 47])
 def test_a_bound_on_memory_is_kept_and_changes_no_text(tokens):
     """31 tokens hold one completion of the longest prompt, 14 + 5 + 4 + 8, and no more."""
     done = generate(

@@ -109,6 +109,7 @@ def test_keys_and_values_that_bound_the_rows_are_named():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", mostly_slow([True, False]))
 @pytest.mark.parametrize(
     "sampler",

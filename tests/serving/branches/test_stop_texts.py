@@ -62,6 +62,7 @@ def test_a_text_ends_before_its_stop_or_with_it(number, on_engine):
         assert completion.logprobs == pytest.approx(whole().logprobs[: len(tokens)], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_of_several_to_be_complete_ends_it_and_others_go_on():
     """Not the one that begins first: it is complete only later."""
     model = embedded()

@@ -11,6 +11,7 @@ from jaxshare.models import EMBEDDED, ModelConfig, load
 from jaxshare.serving.cli import main, trial
 from jaxshare.serving.cli.trial import Trial, problem_of, trials
 from jaxshare.serving.tuning import diagnosis
+from tests.helpers import mostly_slow
 
 CONFIG = ModelConfig.from_json(EMBEDDED)
 
@@ -25,7 +26,7 @@ def test_what_this_device_computes_is_right():
     assert all(each.is_right and each.error < 1e-5 for each in found)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16", "float16"]))
 def test_a_wrong_backend_is_found(monkeypatch, dtype):
     right = api.BACKENDS["xla"]
     attend = trial._AttentionTrial(CONFIG, np.dtype(dtype))

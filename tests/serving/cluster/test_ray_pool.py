@@ -244,6 +244,7 @@ def test_a_replica_has_the_devices_that_were_asked_for(cluster):
         assert {r.key: r.value for r in pool.run([0])} == {"cpus": 2, "threads": "2"}
 
 
+@pytest.mark.slow
 def test_more_replicas_than_there_is_room_for(cluster):
     words = (
         "3 replicas of 1 CPU each are asked for, but the Ray cluster, of 1 node, has room for 2; "

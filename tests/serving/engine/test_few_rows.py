@@ -40,6 +40,7 @@ def test_without_a_warm_up_no_request_waits_for_a_second_program(dispatched):
     assert {rows for rows, _ in dispatched} == {ROWS}
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_from_either_program(dispatched):
     prompts = [[5, 7, 11 + n] for n in range(9)]
     with Engine(MODEL, max_rows=ROWS, passes=4) as engine:

@@ -274,6 +274,7 @@ CALLS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(st.lists(st.tuples(SETTINGS, CALLS), min_size=2, max_size=6))
 def test_the_same_seed_writes_the_same_text_whatever_runs_beside_it(engine, requests):

@@ -90,7 +90,7 @@ def engine():
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(dict.fromkeys(["two", "after other settings", *SETTINGS]), 2)
+    "name", mostly_slow(dict.fromkeys(["two", "after other settings", *SETTINGS]))
 )
 def test_they_do_what_the_function_does_on_the_host(engine, name):
     """Beside requests without any, whose texts are what they always are."""
@@ -111,7 +111,7 @@ def test_each_order_and_strength_gives_another_text():
     )
 
 
-@pytest.mark.parametrize("on_engine", [False, True])
+@pytest.mark.parametrize("on_engine", mostly_slow([True, False]))
 def test_branches_of_one_run_have_processors_of_their_own(engine, on_engine):
     nodes = [Branch((n, n + 1), sampler=s) for n, s in enumerate(SETTINGS.values())]
     more = {"engine": engine} if on_engine else {}
@@ -121,6 +121,7 @@ def test_branches_of_one_run_have_processors_of_their_own(engine, on_engine):
         assert (list(completion.tokens), completion.finish_reason) == expected
 
 
+@pytest.mark.slow
 def test_a_preempted_request_goes_on_with_its_state():
     """Another one of its kind has its row meanwhile, and with it the place of its state."""
     params = SETTINGS["two"]

@@ -111,7 +111,7 @@ def check_others_go_on(engine, gate, alone, options):
     assert not threads
 
 
-@pytest.mark.parametrize("name", mostly_slow(OPTIONS, 2))
+@pytest.mark.parametrize("name", mostly_slow(OPTIONS))
 def test_others_go_on_while_its_program_is_compiled(engine, gate, alone, name):
     """And its text is that which it has where nothing is compiled ahead."""
     check_others_go_on(engine, gate, alone, OPTIONS[name])

@@ -133,6 +133,7 @@ def test_each_setting_does_what_its_definition_says(engine, name):
         assert (list(output.tokens), output.finish_reason) == (expected, reason)
 
 
+@pytest.mark.slow
 def test_branches_of_one_run_have_settings_of_their_own():
     root = Branch(PROMPT, [Branch((n, n + 1), sampler=s) for n, s in enumerate(SETTINGS.values())])
     found = generate(MODEL, root, max_new_tokens=16).completions

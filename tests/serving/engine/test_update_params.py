@@ -564,6 +564,7 @@ def other_weights(model: LoadedModel) -> dict:
     )
 
 
+@pytest.mark.slow
 def test_sessions_of_workers():
     """They end first, go on, or forbid to restart; what they have written tells the version."""
     model = one_layer()

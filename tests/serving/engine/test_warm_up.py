@@ -73,6 +73,7 @@ def test_a_session_generate_and_an_engine_share_their_programs():
     assert (compiled["jit(_decode)"], compiled["jit(_forward)"]) == (2, 2)
 
 
+@pytest.mark.slow
 def test_sessions_that_begin_together_share_one_program():
     """They find the ends of steps with the same tables, whichever thread was first to ask for them,
     and the first one's groups serve the others, too."""

@@ -303,7 +303,7 @@ def test_the_description_of_the_interface_has_all_of_it(live):
 
 
 @pytest.mark.parametrize(
-    "sent", mostly_slow([[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT]], 2)
+    "sent", mostly_slow([[signal.SIGTERM], [signal.SIGTERM] * 2, [signal.SIGINT]])
 )
 def test_the_command_serves_and_ends_on_signals(sent, tmp_path):
     keys = tmp_path / "keys"

@@ -59,6 +59,7 @@ def test_every_endpoint_writes_what_the_schema_admits(client):
         jsonschema.validate(json.loads(text), SCHEMA)
 
 
+@pytest.mark.slow
 def test_expressions_choices_and_grammars_hold(client):
     for asked, form in (
         ({"guided_regex": "[ab]{3}[0-9]"}, "[ab]{3}[0-9]"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers import mostly_slow
 from tests.serving.http.served import ScriptedEngine, served, until
 from tests.serving.http.test_docs import BODIES
 
@@ -37,7 +38,9 @@ def tiny():
         yield made
 
 
-@pytest.mark.parametrize(("path", "body"), [*zip(PATHS, BODIES, strict=True)], ids=PATHS)
+@pytest.mark.parametrize(
+    ("path", "body"), mostly_slow([*zip(PATHS, BODIES, strict=True)], 1, several=True), ids=PATHS
+)
 def test_every_value_is_served_or_refused(tiny, path, body):
     if path == "/v1/score":  # the engine of this test has no model that scores
         body_fields = [name for name in body.model_fields if name not in ("prefix", "candidates")]

@@ -63,6 +63,7 @@ def check_same(batch, expected) -> None:
         np.testing.assert_allclose(getattr(batch, name), getattr(expected, name), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_one_engine_before_and_after_an_update(replicas, model, other):
     """Weights that are refused leave all as it was."""
     with Engine(model, max_rows=8) as engine:
