@@ -24,7 +24,8 @@ GPU_ARGS ?=
 # A folder of wheels for a machine without a network; `make gpu-wheels` fills it, which takes some GB.
 WHEELS ?=
 BUILD_NEEDS := 'setuptools>=77'
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(if $(WHEELS),--no-index --find-links '$(abspath $(WHEELS))')
+# Python compiles a module at its first import; of all that is installed, most are never imported.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile $(if $(WHEELS),--no-index --find-links '$(abspath $(WHEELS))')
 # A checkout of the authors' implementation of Hogwild! Inference, which has no package and is not kept here.
 HOGWILD ?=
 

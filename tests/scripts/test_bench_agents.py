@@ -18,6 +18,7 @@ def test_every_agent_waits_as_often_as_is_said(kind, each):
     assert transitions == 5 * each + 6 and tasks == 0 and seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(bench.KINDS))
 def test_runs_leave_nothing_behind(kind):
     left = bench.leaks(bench.KINDS[kind], 20, 5)

@@ -440,6 +440,7 @@ def test_waves_give_what_all_rows_at_once_give(max_rows, stops):
         assert max(rows) < sum(max(passes[i : i + max_rows]) for i in range(0, 7, max_rows))
 
 
+@pytest.mark.slow
 def test_greedy_waves_equal_the_plain_loop():
     done = generate(model(), FOREST, max_new_tokens=NEW, sampler=Sampler(), share=True, max_rows=3)
     assert texts(done) == {(p, i): plain_greedy(WHOLE[p], NEW)[0] for p, i in NUMBERS}

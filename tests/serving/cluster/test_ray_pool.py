@@ -237,6 +237,7 @@ def shown():
     )
 
 
+@pytest.mark.slow
 def test_a_replica_has_the_devices_that_were_asked_for(cluster):
     with RayPool(cluster[0], devices=2) as pool:
         assert pool.replicas == 1

@@ -467,6 +467,7 @@ def test_a_replay_gives_what_fresh_sampling_would(tokens, kept):
     check_memory(engine)
 
 
+@pytest.mark.slow
 def test_after_a_replay_one_token_is_computed_and_nothing_is_read_in_again():
     prompt = [5, 6, 7, 8, 9] * 6
     engine, cold = (

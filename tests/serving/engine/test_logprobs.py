@@ -265,6 +265,7 @@ def test_options_of_the_command_line_that_are_refused(capsys, option, words):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_on_the_command_line(capsys):
     prompt = ["--prompt", "1. 47 + 38", "--max-new-tokens", "3", "--json"]
     jaxshare(["generate", str(models.EMBEDDED), *prompt, "--top-logprobs", "2"])

@@ -164,6 +164,7 @@ def session(form: str | None = "int8", layout: str = "combined") -> Workers:
     return Workers(chosen, PROBLEM, layout=layout, budget=90, seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", mostly_slow(["combined", "interleaved", "contiguous"], 1))
 def test_a_session_of_workers_is_saved_and_restored(layout, tmp_path):
     whole = session(layout=layout)

@@ -169,6 +169,7 @@ def test_in_bfloat16_they_are_as_near_as_the_training_pass_is(embedded):
     assert own.mean() <= 2 * other.mean() + 1e-2 and own.max() <= 4 * other.max() + 1 / 16
 
 
+@pytest.mark.slow
 def test_stop_tokens_and_stop_texts(embedded, engine):
     whole = rollout(
         engine, QUESTIONS[:1], sampler=Sampler(), max_new_tokens=30, length=LENGTH

@@ -226,6 +226,7 @@ def test_a_session_that_was_recorded_goes_on_recording_wherever_its_keys_come_fr
     assert_goes_on(Workers.restore(model(), tmp_path), unbroken)
 
 
+@pytest.mark.slow
 def test_a_save_without_keys_and_values_is_small(tmp_path):
     """Smaller by all that the blocks hold, but for some bytes a token."""
     session = start(record=True)
@@ -319,6 +320,7 @@ def rewritten(folder, arrays: dict, **facts) -> None:
     saves.close()
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_damaged_or_of_something_else_is_refused(tmp_path, whole):
     session = start(record=True)
     for _ in session.stream(AT):

@@ -210,6 +210,7 @@ def test_the_fixtures_are_of_the_texts_in_the_script(version):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", mostly_slow(MADE))
 def test_ends_of_steps_at_every_token(version):
     found: dict[str, list[str]] = {}
