@@ -24,6 +24,7 @@ def states(rows: np.ndarray, fill: int = 0) -> jax.Array:
     return model.module.apply(model.variables, *given, method="hidden")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu.available(), reason="XLA multiplies padding as it does all else")
 def test_padding_is_zero_in_all_layers_where_products_of_zeros_cost_nothing():
     found = np.asarray(states(np.arange(6)))

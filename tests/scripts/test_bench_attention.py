@@ -81,6 +81,7 @@ def run(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_runs_at_tiny_sizes_and_measures_no_goal(run):
     assert run.code == 0 and run.printed == run.written
     assert [goal["name"] for goal in run.printed["goals"]] == NAMES and len(NAMES) == 10

@@ -86,6 +86,7 @@ def test_what_is_not_shared_is_copied(model):
     ).tolist() == [[0], [1]]
 
 
+@pytest.mark.slow
 def test_the_ceiling_does_all_of_a_pass_but_attention(model):
     free, tokens = decoding.AttentionFreeModel.of(model), [[3, 4, 5], [6, 7, 0]]
     layout, count = Layout.from_blocks([[0], [1]]), [3, 2]

@@ -39,6 +39,7 @@ def run():
     return made
 
 
+@pytest.mark.slow
 def test_a_turn_decodes_from_steps_of_the_same_length_every_time(run):
     for turn in (1, 2, 3):
         assert run.step() > 0

@@ -78,6 +78,7 @@ def test_names_with_one_description_have_a_line_each_in_docstrings_alone():
     assert site.with_single_names(source) == expected and source != expected
 
 
+@pytest.mark.slow
 def test_all_modules_can_be_read_afterwards():
     for folder in ("jaxshare", "models", "serving"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -167,6 +167,7 @@ def test_vocabularies_of_the_kernel(vocab):
         check("kernel", normal(vocab, deviation, 3), top_k=K, typical_p=TYPICAL)
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("deviation", mostly_slow([0.1, 3.0]))
 def test_sums_over_a_large_vocabulary(way, deviation):

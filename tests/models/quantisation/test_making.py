@@ -248,6 +248,7 @@ def test_a_text_makes_the_error_smaller_where_channels_are_large(source, text, t
     assert loss["change"] == pytest.approx(loss["after"] / loss["before"] - 1)
 
 
+@pytest.mark.slow
 def test_the_perplexity_is_that_of_the_models_that_are_written(source, text, tmp_path, capsys):
     found = convert(capsys, source, tmp_path / "new", "--quantize", "int8", "--text", text)
     model = load(source)

@@ -55,6 +55,7 @@ def test_generate_prints_completions(capsys):
     assert "47+38" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_terminal_has_progress_on_stderr_but_with_quiet(monkeypatch, capsys, shallow, quiet):
     screen = io.StringIO()

@@ -391,6 +391,7 @@ def test_calls_wait_for_a_common_beginning_only_where_they_then_share_it(monkeyp
             assert list(done(stream).tokens) == alone([*book, 3 + i], 4)[0]
 
 
+@pytest.mark.slow
 def test_metrics_have_what_there_is_at_most_and_the_time_between_tokens():
     engine = Stepped(tokens=256, host=128, logits_cache=30_000)
     limits = {"accelerator": 256 * SIZE, "host": 128 * SIZE, "logits": 30_000}

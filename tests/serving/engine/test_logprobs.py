@@ -194,6 +194,7 @@ def test_beside_a_logits_cache_as_many_as_it_keeps():
             engine.submit(PROMPT, WARM, top_logprobs=9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_engine", [False, True])
 def test_completions_of_a_run_have_them(on_engine):
     """They are of the model's own distributions, whatever the settings do to these."""

@@ -97,6 +97,7 @@ def test_prompts_of_a_run_have_numbers_of_their_own(engine):
                 assert completion.tokens == one.tokens
 
 
+@pytest.mark.slow
 def test_an_argument_wins_over_the_field(engine):
     fields = dataclasses.replace(HOT, n=3, max_tokens=3, seed=1, best_of=5)
     more = {"n": 1, "best_of": 1, "max_new_tokens": LENGTH, "seed": 6}

@@ -142,6 +142,7 @@ def test_branches_of_one_run_have_settings_of_their_own():
         assert (list(completion.tokens), completion.finish_reason) == (expected, reason)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_goes_on_with_its_text():
     params = SETTINGS["all"]
     engine = Stepped(max_rows=1)

@@ -204,6 +204,7 @@ def test_continue_goes_on_with_what_is_cached():
     assert done(again).tokens == outputs(True, (*PROMPT, *done(stream).tokens[:9]), 4)
 
 
+@pytest.mark.slow
 def test_many_updates_in_the_midst_of_requests_that_share_prefixes():
     """At random: memory stays whole, and whatever has one version is what its weights give."""
     rng = np.random.default_rng(0)

@@ -57,6 +57,7 @@ def warm(seed: int, finish_at: tuple[int, ...] = (30, 100, 240)) -> Result:
 # one stream
 
 
+@pytest.mark.slow
 def test_sequential_is_a_plain_loop():
     result = sequential(model(), problem().prompt(), **EMBEDDED)
     expected, _ = plain_greedy(prompt(), 256 - len(prompt()), model)

@@ -372,6 +372,7 @@ def one_layer():
     kernels._inputs.cache_clear()
 
 
+@pytest.mark.slow
 def test_measuring_compiles_with_the_tiles_and_takes_time(monkeypatch, one_layer):
     seen = []
 
