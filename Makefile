@@ -25,7 +25,8 @@ GPU_ARGS ?=
 WHEELS ?=
 BUILD_NEEDS := 'setuptools>=77'
 # Python compiles a module at its first import; of all that is installed, most are never imported.
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile $(if $(WHEELS),--no-index --find-links '$(abspath $(WHEELS))')
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := $(PIP) $(if $(WHEELS),--no-index --find-links '$(abspath $(WHEELS))')
 # A checkout of the authors' implementation of Hogwild! Inference, which has no package and is not kept here.
 HOGWILD ?=
 
@@ -184,7 +185,7 @@ $(RUNTIME): pyproject.toml .venv/bin/python
 
 $(SERVE): pyproject.toml .venv/bin/python
 	@echo "installing jaxshare and its server into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[serve]'
+	@$(BIN)/python $(PIP) --editable '.[serve]'
 	@touch $@ $(RUNTIME)
 
 $(DEV): pyproject.toml .venv/bin/python
@@ -194,17 +195,17 @@ $(DEV): pyproject.toml .venv/bin/python
 
 $(GPU_ENV): pyproject.toml .venv-gpu/bin/python
 	@echo "installing jaxshare and what compiles for a GPU into .venv-gpu"
-	@.venv-gpu/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,gpu-compile]'
+	@.venv-gpu/bin/python $(PIP) --editable '.[dev,gpu-compile]'
 	@touch $@
 
 $(AUDIT): $(DEV)
 	@echo "installing what audits dependencies into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,audit]'
+	@$(BIN)/python $(PIP) --editable '.[dev,audit]'
 	@touch $@
 
 $(PAGE): $(DEV)
 	@echo "installing what drives a browser into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,page]'
+	@$(BIN)/python $(PIP) --editable '.[dev,page]'
 	@touch $@
 
 $(CUDA): $(DEV)
@@ -219,7 +220,7 @@ $(TORCH_ENV): scripts/make_torch_env.sh
 
 $(LM_EVAL_ENV): pyproject.toml .venv-lm-eval/bin/python
 	@echo "installing jaxshare and lm_eval into .venv-lm-eval"
-	@.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval,serve]'
+	@.venv-lm-eval/bin/python $(PIP) --editable '.[lm-eval,serve]'
 	@touch $@
 
 $(LM_EVAL_HF_ENV): scripts/make_torch_env.sh
@@ -228,24 +229,24 @@ $(LM_EVAL_HF_ENV): scripts/make_torch_env.sh
 
 $(DOCS_ENV): pyproject.toml .venv-docs/bin/python
 	@echo "installing jaxshare and what makes its site into .venv-docs"
-	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@.venv-docs/bin/python $(PIP) --editable '.[docs]'
 	@touch $@
 
 $(OTHERS_ENV): pyproject.toml .venv-others/bin/python
 	@echo "installing jaxshare, Ray Serve and clients of the server into .venv-others"
-	@.venv-others/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[others]'
+	@.venv-others/bin/python $(PIP) --editable '.[others]'
 	@touch $@
 
 $(TUNIX_ENV): pyproject.toml .venv-tunix/bin/python
 	@echo "installing jaxshare and Tunix into .venv-tunix"
-	@.venv-tunix/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,tunix]'
+	@.venv-tunix/bin/python $(PIP) --editable '.[dev,tunix]'
 	@touch $@
 
 # The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.
 $(LLAMA_ENV):
 	@python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.15); [ -n "$$python" ] && \
 	echo "building llama.cpp in .venv-llama, which takes ten minutes" && "$$python" -m venv --clear .venv-llama
-	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-llama/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20'
+	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-llama/bin/python $(PIP) --no-binary llama-cpp-python '$(LLAMA)' 'gguf>=0.17,<0.20'
 	@touch $@
 
 $(HOGWILD_ENV): scripts/make_torch_env.sh

@@ -125,9 +125,7 @@ def _attention(model: LoadedModel, rows: int, prefix: int, shared: bool) -> Call
     layout = Layout.from_blocks(
         [[0, 1 + r] for r in range(rows)] if shared else [[r] for r in range(rows)]
     )
-    plan = jax.jit(lambda cache, layout: make_plan(cache, layout, jnp.ones(rows, jnp.int32), 1))(
-        cache, layout
-    )
+    plan = make_plan(cache, layout, jnp.ones(rows, jnp.int32), 1)
     q = jax.random.normal(key, (rows, 1, config.num_heads, config.head_dim)).astype(dtype)
 
     @jax.jit

@@ -234,9 +234,7 @@ def _inputs(job: Pass) -> tuple[tuple[Array, Array, Array, Plan], np.ndarray]:
         cache, lengths=jnp.asarray((*prefix, *[job.suffix - 1] * job.rows), jnp.int32)
     )
     layout = Layout.from_blocks([[0, 1 + r] if job.shared else [r] for r in range(job.rows)])
-    plan = jax.jit(
-        lambda cache, layout: make_plan(cache, layout, jnp.ones(job.rows, jnp.int32), 1)
-    )(cache, layout)
+    plan = make_plan(cache, layout, jnp.ones(job.rows, jnp.int32), 1)
     arrays = q, keys, values, plan
     return arrays, np.asarray(_layers("xla", job.iterations, *arrays).astype(jnp.float32))
 

@@ -333,7 +333,7 @@ def test_a_move_that_rotates_nothing_keeps_codes_bit_for_bit(format):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", mostly_slow(FORMATS))
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_fork_shares_codes(format):
     cache = filled(format, jnp.float32)
     forked = cache.fork(0, 50, 4)

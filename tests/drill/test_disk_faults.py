@@ -83,7 +83,7 @@ def test_a_batch_job_goes_on_after_any_fault(tmp_path, lives, errors):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("errors", mostly_slow([(POWER_LOSS,), ALL]))
+@pytest.mark.parametrize("errors", [(POWER_LOSS,), ALL])
 def test_an_evaluation_goes_on_after_any_fault(tmp_path, errors):
     assert each_fault(evaluation(tmp_path, random.Random(0)), errors) > 20 * len(errors)
 

@@ -52,7 +52,7 @@ def test_a_mesh_gives_the_logits_of_one_device(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", mostly_slow(CASES, 1))
+@pytest.mark.parametrize("case", CASES)
 def test_packed_parameters_give_the_same_logits(case):
     model = load(case)
     expected = model.module.apply(model.params, TOKENS, method="causal")

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from scripts.bench import agents as bench
-from tests.helpers import mostly_slow
 
 
 @pytest.mark.parametrize(("kind", "each"), [("model", 11), ("tool", 11), ("next", 21)])
@@ -19,7 +18,7 @@ def test_every_agent_waits_as_often_as_is_said(kind, each):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", mostly_slow(bench.KINDS))
+@pytest.mark.parametrize("kind", bench.KINDS)
 def test_runs_leave_nothing_behind(kind):
     left = bench.leaks(bench.KINDS[kind], 20, 5)
     assert left["tasks"] == left["runs"] == 0

@@ -204,8 +204,8 @@ print(len(traces), sum('name = "draw"' not in line for line in calls))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", mostly_slow((3, 5)))
-@pytest.mark.parametrize("backend", mostly_slow(TARGETS))
+@pytest.mark.parametrize("layers", [3, 5])
+@pytest.mark.parametrize("backend", TARGETS)
 def test_kernels_are_lowered_once_for_all_layers_and_nothing_is_traced_again(backend, layers):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ONCE, backend, str(layers)],

@@ -32,7 +32,7 @@ from tests.core.pallas.interpreted import (
     case,
     compare,
 )
-from tests.helpers import Scoring, mostly_slow
+from tests.helpers import Scoring
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 """Two work items, so that most cuts fall inside blocks."""
@@ -113,15 +113,13 @@ def test_softcaps_of_wide_heads():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    mostly_slow(
-        [
-            dict(),
-            dict(width=3, heads=5, dtype=jnp.float16),
-            dict(heads=128),
-            dict(width=40, heads=2),
-            dict(scoring=Scoring(100, 3.0, (1.0, -np.inf) * 8)),
-        ]
-    ),
+    [
+        dict(),
+        dict(width=3, heads=5, dtype=jnp.float16),
+        dict(heads=128),
+        dict(width=40, heads=2),
+        dict(scoring=Scoring(100, 3.0, (1.0, -np.inf) * 8)),
+    ],
     ids=str,
 )
 def test_values_that_are_a_part_of_keys(more):

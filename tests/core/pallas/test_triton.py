@@ -115,7 +115,7 @@ def test_sinks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("softcap", mostly_slow([1.5, 50.0]))
+@pytest.mark.parametrize("softcap", [1.5, 50.0])
 def test_softcaps(softcap):
     """Scores far above the cap, and far below."""
     shape = dataclasses.replace(WIDE, scoring=Scoring(softcap=softcap))
@@ -201,14 +201,12 @@ def test_every_head_dim(dim):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    mostly_slow(
-        [
-            dict(),
-            dict(width=3, heads=5, dtype=jnp.float16),
-            dict(heads=128),
-            dict(width=40, heads=2),
-        ]
-    ),
+    [
+        dict(),
+        dict(width=3, heads=5, dtype=jnp.float16),
+        dict(heads=128),
+        dict(width=40, heads=2),
+    ],
     ids=str,
 )
 def test_values_that_are_a_part_of_keys(more):

@@ -18,7 +18,7 @@ from jaxshare.serving.branches.row_budget import RowBudget, row_bytes
 from jaxshare.serving.branches.run import Branches
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache.free_memory import host_free_bytes
-from tests.helpers import TINY, mostly_slow
+from tests.helpers import TINY
 from tests.serving.branches.test_branches import HOT, NEW, TOKENS, model
 
 PROMPT = TOKENS[:14]
@@ -110,10 +110,10 @@ def test_keys_and_values_that_bound_the_rows_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", mostly_slow([True, False]))
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize(
     "sampler",
-    [Sampler(0.7), pytest.param(Sampler(0.7, repetition_penalty=1.2), marks=pytest.mark.slow)],
+    [Sampler(0.7), Sampler(0.7, repetition_penalty=1.2)],
 )
 def test_what_a_row_takes_is_what_the_compiled_loop_holds(monkeypatch, sampler, kernels):
     """Logits are nearly all of it where the vocabulary is large.

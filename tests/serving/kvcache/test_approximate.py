@@ -17,7 +17,7 @@ from jaxshare.serving.inputs import token_bytes
 from jaxshare.serving.kvcache.pool import Pool
 from jaxshare.serving.logits_cache.cache import LogitsCache
 from jaxshare.serving.workers.session import Workers
-from tests.helpers import TINY, init, mostly_slow, one_layer
+from tests.helpers import TINY, init, one_layer
 from tests.serving.workers.test_session import run
 
 CONFIG = dataclasses.replace(TINY, num_layers=1, vocab_size=31, max_positions=512)
@@ -165,7 +165,7 @@ def session(form: str | None = "int8", layout: str = "combined") -> Workers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", mostly_slow(["combined", "interleaved", "contiguous"], 1))
+@pytest.mark.parametrize("layout", ["combined", "interleaved", "contiguous"])
 def test_a_session_of_workers_is_saved_and_restored(layout, tmp_path):
     whole = session(layout=layout)
     expected = run(whole)

@@ -23,7 +23,6 @@ import pytest
 from jaxshare.serving.workers.text import answers
 from jaxshare.serving.workers.text.step_automata import step_automaton
 from scripts.fixtures import hogwild_formatting
-from tests.helpers import mostly_slow
 from tests.paths import FIXTURES
 
 COMMITTED = FIXTURES / "hogwild"
@@ -211,7 +210,7 @@ def test_the_fixtures_are_of_the_texts_in_the_script(version):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", mostly_slow(MADE))
+@pytest.mark.parametrize("version", MADE)
 def test_ends_of_steps_at_every_token(version):
     found: dict[str, list[str]] = {}
     for name, case in cases(version).items():

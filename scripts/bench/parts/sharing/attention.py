@@ -115,9 +115,7 @@ class Attention:
         )
         cache = fill(KVCache.create(one_layer, capacities), lengths, seed)
         self.keys, self.values = cache.keys[0], cache.values[0]
-        self.plan = jax.jit(make_plan, static_argnums=3)(
-            cache, layout, jnp.ones(rows, jnp.int32), 1
-        )
+        self.plan = make_plan(cache, layout, jnp.ones(rows, jnp.int32), 1)
         self.q = jax.random.normal(
             jax.random.key(seed), (rows, 1, config.num_heads, config.head_dim), jnp.bfloat16
         )
