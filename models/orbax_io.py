@@ -181,7 +181,7 @@ def _orbax_values(
             raise ValueError(
                 f"{'/'.join(path)} in {folder} is quantised ({parameter.format}), and {advice}"
             )
-    cpu = SingleDeviceSharding(jax.devices("cpu")[0])
+    cpu = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     with ocp.PyTreeCheckpointer() as checkpointer:
 
         def value(name: str) -> np.ndarray:

@@ -187,7 +187,7 @@ def _try_out() -> None:
     from jaxshare.cpu.matrices.call import cpu_products
 
     x, kernel = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(4, 3)
-    with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
+    with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         arrays = jax.device_put([each.astype(np.float32) for each in (x, kernel)])
         (found,) = cpu_products(arrays[0], arrays[1:], "float32")
     if not np.array_equal(found, x @ kernel.T):

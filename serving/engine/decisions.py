@@ -10,7 +10,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.engine import agreement
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.scheduler import Scheduler
-from jaxshare.serving.engine.session_passes import SessionPasses
+from jaxshare.serving.engine.session_feed import SessionRequest
 from jaxshare.serving.engine.stream import StreamState
 from jaxshare.serving.engine.submitted_sessions import SubmittedSessions
 from jaxshare.serving.errors import EngineError, TooLongError
@@ -49,7 +49,7 @@ class StepDecisions:
         self._scheduler, self._leases, self._sessions = scheduler, leases, sessions
         self._changed = changed
         self._new: list[Request] = []  # of the step that is about to be made
-        self._joining: list[SessionPasses] = []
+        self._joining: list[SessionRequest] = []
 
     @property
     def has_work(self) -> bool:
@@ -69,6 +69,7 @@ class StepDecisions:
             return {
                 "requests": [_named(r, available) if shared else _ALONE for r in self._new],
                 "sessions": [[s.owner.number, s.text] for s in self._joining] if shared else [],
+                "given_up": [s.owner.number for s in self._scheduler.sessions.feeds if s.given_up],
                 "cancelled": [
                     r.number for r in self.requests if r.cancel_wanted and not r.cancelled
                 ],
@@ -140,11 +141,12 @@ class StepDecisions:
         if cancelled:
             for request in self.requests:
                 request.cancelled |= request.number in cancelled
+        scheduler.sessions.end_feeds(agreed["given_up"])
         scheduler.sessions.add(self._joining)
         scheduler.kv.speeds.use(*agreed["speeds"])
         self._new, self._joining = [], []
 
-    def take_joining(self) -> list[SessionPasses]:
+    def take_joining(self) -> list[SessionRequest]:
         """Gives the sessions that were decided on and did not come into the scheduler."""
         found, self._joining = self._joining, []
         return found

@@ -23,8 +23,8 @@ class Metrics:
       num_sampled: tokens sampled so far, stop tokens included.
       admitted_tokens: tokens of the prompts of admitted requests.
       reused: those of them that were cached when their requests were first admitted.
-      compile_seconds: seconds in which the engine's own thread has compiled; sessions on the engine
-        count theirs.
+      compile_seconds: seconds in which the engine's own thread has compiled; sessions with passes
+        of their own count theirs.
     """
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ tokens wait, a second one of longer rows reads the weights less often.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,10 @@ from jax import Array
 
 from jaxshare import KVCache
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine.running_request import RunningRequest
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.prefix_tree import Node
-from jaxshare.serving.kvcache.view import ViewBuilder, spans
+from jaxshare.serving.kvcache.view import Fed, ViewBuilder, spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,19 @@ _LISTED = 16
 """Blocks that a row can list, at first: those of a long text that come before it, and a prefix."""
 
 
+class Source(Protocol):
+    """A request or a text of a session, whose tokens are prefilled."""
+
+    @property
+    def adapter_place(self) -> int:
+        """The place of its adapter, 0 for none."""
+        ...
+
+    def path(self) -> Sequence[Fed]:
+        """Its tokens, and those before them."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """The tokens that one row of a pass feeds.
@@ -58,12 +71,12 @@ class Piece:
       seen: the extents that the row sees, in order; the last one is empty, and takes the tokens.
     """
 
-    node: Node
+    node: Fed
     tokens: np.ndarray
     seen: tuple[Extent, ...]
 
 
-def next_pieces(path: Sequence[Node], max_rows: int, width: int = SHORT.width) -> list[Piece]:
+def next_pieces(path: Sequence[Fed], max_rows: int, width: int = SHORT.width) -> list[Piece]:
     """The next tokens to feed of the nodes on a path, as many as a pass can take.
 
     Args:
@@ -89,13 +102,6 @@ def next_pieces(path: Sequence[Node], max_rows: int, width: int = SHORT.width) -
         if start < len(node.tokens):
             break
     return pieces
-
-
-def with_adapters(
-    batch: Sequence[tuple[RunningRequest, Piece]],
-) -> tuple[list[Piece], list[int]]:
-    """Returns the pieces of requests, and the places of their adapters."""
-    return [piece for _, piece in batch], [row.request.adapter_place for row, _ in batch]
 
 
 def _part(extent: Extent, start: int, tokens: int) -> Extent:
@@ -135,7 +141,7 @@ class PrefillPasses:
         self._model = model
 
     def next_pieces(
-        self, paths: Sequence[Sequence[Node]], *, streaming: bool
+        self, paths: Sequence[Sequence[Fed]], *, streaming: bool
     ) -> list[tuple[int, Piece]]:
         """The next tokens to feed on some paths, as many as a pass can take.
 
@@ -153,12 +159,29 @@ class PrefillPasses:
         return self._of_shape(paths, self._short)
 
     @staticmethod
-    def _of_shape(paths: Sequence[Sequence[Node]], shape: PassShape) -> list[tuple[int, Piece]]:
+    def _of_shape(paths: Sequence[Sequence[Fed]], shape: PassShape) -> list[tuple[int, Piece]]:
         pieces: list[tuple[int, Piece]] = []
         for number, path in enumerate(paths):
             found = next_pieces(path, shape.rows - len(pieces), shape.width)
             pieces += [(number, piece) for piece in found]
         return pieces
+
+    def feed[S: Source](
+        self, sources: Sequence[S], *, streaming: bool
+    ) -> tuple[list[tuple[S, Piece]], Array, np.ndarray]:
+        """Feeds the next tokens of the first sources, as many as a pass can take.
+
+        Args:
+          sources, streaming: see `next_pieces`.
+
+        Returns:
+          Each piece after its source, and what `run` returns for them.
+        """
+        paths = [each.path() for each in sources]
+        found = self.next_pieces(paths, streaming=streaming)
+        batch = [(sources[number], piece) for number, piece in found]
+        places = [source.adapter_place for source, _ in batch]
+        return batch, *self.run([piece for _, piece in batch], places)
 
     def run(
         self, pieces: Sequence[Piece], adapters: Sequence[int] | None = None

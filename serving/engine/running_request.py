@@ -45,6 +45,15 @@ class RunningRequest:
     length: int = 0
 
     @property
+    def adapter_place(self) -> int:
+        """The place of its adapter, 0 for none."""
+        return self.request.adapter_place
+
+    def path(self) -> list[Node]:
+        """The nodes of its tokens, in order."""
+        return self.node.path()
+
+    @property
     def extent(self) -> Extent:
         """The extent that it writes."""
         assert self.node.extent is not None

@@ -21,15 +21,17 @@ from jaxshare.serving.engine.gauges import set_gauges
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.narrow import kept_rows
 from jaxshare.serving.engine.output import OutputProcessor
-from jaxshare.serving.engine.prefill import PrefillPasses, with_adapters
+from jaxshare.serving.engine.prefill import PrefillPasses
 from jaxshare.serving.engine.programs_ahead import ProgramsAhead
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
+from jaxshare.serving.engine.session_feed import FedText
 from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
 from jaxshare.serving.engine.siblings import Siblings
 from jaxshare.serving.engine.speculation import SHAPES
 from jaxshare.serving.errors import NotANumberError, NoTokenError
 from jaxshare.serving.kvcache.manager import KVManager, Wait
+from jaxshare.serving.kvcache.prefix_tree import Node
 from jaxshare.serving.kvcache.speeds import USUAL_PASSES
 from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder
 
@@ -84,7 +86,7 @@ class Scheduler:
         self.rows: list[RunningRequest | None] = [None] * rows
         self._prefill_first, self.peak_tokens = prefill_first, 0
         self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
-        self._prefill_passes = PrefillPasses(model, kv)
+        self._prefill_passes, self._texts_first = PrefillPasses(model, kv), False
         self.decode_rows = DecodeRows(
             model,
             kv,
@@ -113,9 +115,11 @@ class Scheduler:
         self._siblings.look_up(self.live)
         while True:
             admitted = self._admit(only_begun) if admit else 0
-            if long := [row for row in self.live if row.needs_prefill]:
-                self._prefill(long)
-            if not self._prefill_first or not (long or admitted):
+            long = [row for row in self.live if row.needs_prefill]
+            texts = self.sessions.texts(self.output.version)
+            if long or texts:
+                self._prefill(long, texts)
+            if not self._prefill_first or not (long or texts or admitted):
                 break
         ready = [row for row in self.live if not row.decoding and not row.needs_prefill]
         drafting = [row for row in ready if row.drafts and row.logits is None]
@@ -125,7 +129,8 @@ class Scheduler:
         sessions = self.sessions.place(free, self.output.version)
         if sessions or any(row.decoding for row in self.live):
             # Neither a prompt's next chunk nor sessions that begin together must wait long.
-            few = any(not row.decoding for row in self.live) or any(s[0].is_first for s in sessions)
+            few = any(s[0].is_first for s in sessions) or bool(self.sessions.feeds)
+            few = few or any(not row.decoding for row in self.live)
             passes = max(1, self._most_passes() // (4 if few else 1))
             passes = self._siblings.passes(passes, self.live)
             self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
@@ -222,26 +227,32 @@ class Scheduler:
 
     # Passes.
 
-    def _prefill(self, rows: Sequence[RunningRequest]) -> None:
-        """One pass over the next tokens of the first rows, as many as its shape holds."""
-        streams = len(self.sessions) > 0 or any(row.decoding for row in self.live)
-        paths, streaming = [row.node.path() for row in rows], streams and not self._prefill_first
-        pieces = self._prefill_passes.next_pieces(paths, streaming=streaming)
-        batch = [(rows[number], piece) for number, piece in pieces]
-        logits, finite = self._prefill_passes.run(*with_adapters(batch))
+    def _prefill(self, rows: Sequence[RunningRequest], texts: Sequence[FedText]) -> None:
+        """One pass over the next tokens of the first requests and texts of sessions, as many as its
+        shape holds. In turn the ones or the others come first, so that neither wait for long."""
+        self._texts_first = not self._texts_first
+        fed = [*texts, *rows] if self._texts_first else [*rows, *texts]
+        streams = self.sessions.has_passes or any(row.decoding for row in self.live)
+        streams &= not self._prefill_first
+        batch, logits, finite = self._prefill_passes.feed(fed, streaming=streams)
         self.metrics.prefilled(sum(len(piece.tokens) for _, piece in batch))
-        failed = {row.index for i, (row, _) in enumerate(batch) if not finite[i]}
-        for i, (row, piece) in enumerate(batch):
-            self.queue.serve(row.request, len(piece.tokens))
-            if row.index in failed:
+        failed = [each for i, (each, _) in enumerate(batch) if not finite[i]]
+        for i, (each, piece) in enumerate(batch):
+            if isinstance(each, FedText):
+                each.fed(len(piece.tokens), bool(finite[i]))
                 continue
-            if not len(row.unread):
-                row.logits = logits[i]
-            if piece.node is not row.node and piece.node.num_cached == len(piece.node.tokens):
-                self.kv.tree.complete(piece.node)
-                piece.node.logits = row.logits  # of a prompt that ends here, or None
-        for row in {id(row): row for row, _ in batch if row.index in failed}.values():
+            self.queue.serve(each.request, len(piece.tokens))
+            if each in failed:
+                continue
+            if not len(each.unread):
+                each.logits = logits[i]
+            node = piece.node
+            if isinstance(node, Node) and node is not each.node and node.is_cached:
+                self.kv.tree.complete(node)
+                node.logits = each.logits  # of a prompt that ends here, or None
+        for row in dict.fromkeys(each for each in failed if isinstance(each, RunningRequest)):
             self._fail_not_finite(row)
+        self.sessions.end_feeds()
 
     def _verify_drafts(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
         """One pass over the drafts of some of these rows; returns those that have none."""

@@ -13,7 +13,7 @@ from jaxshare.models.adapters.places import Adapter
 from jaxshare.serving.engine.engine_loop import EngineLoop
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.scheduler import Scheduler
-from jaxshare.serving.engine.session_passes import SessionPasses
+from jaxshare.serving.engine.session_feed import SessionRequest
 from jaxshare.serving.errors import EngineError
 from jaxshare.serving.kvcache.lease import KVLease, LeaseTable
 
@@ -122,8 +122,9 @@ class SessionHost(EngineLoop):
             self._open_leases.add(lease)
         return lease
 
-    def run_session(self, session: SessionPasses) -> BaseException | None:
-        """Runs passes of a session's rows, at most `rows`, in a dispatch with all that runs besides.
+    def run_session(self, session: SessionRequest) -> BaseException | None:
+        """Feeds texts of a session, or runs passes of its rows, at most `rows`, with all that runs
+        besides.
 
         Returns:
           An interrupt, to raise when the results have been taken, or None.

@@ -6,7 +6,7 @@ requests, and leave again with all that they carry.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,8 @@ from jaxshare.decoding.history import History
 from jaxshare.decoding.row_transfer import PlacedRows, on_host, put_rows, take_rows
 from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.layout import bucket
+from jaxshare.serving.engine.session_feed import FedText, SessionFeed, SessionRequest
 from jaxshare.serving.errors import ClosedError
-from jaxshare.serving.kvcache.lease import KVLease
-from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.view import SessionBlocks
 
 MAX_PENDING = 128
@@ -68,37 +67,25 @@ class RowShape:
         )
 
 
-@dataclasses.dataclass(eq=False)
-class SessionPasses:
-    """Passes of a session's rows.
+@dataclasses.dataclass(eq=False, kw_only=True)
+class SessionPasses(SessionRequest):
+    """Passes of a session's rows, in one dispatch.
 
     Attributes:
-      owner: the lease of the session, which asks for one dispatch at a time.
       state: its rows; after the dispatch as they are then. Its arenas are not used.
       automata: with which its rows find the ends of steps and of answers.
-      blocks: gives where the session's blocks are, under the device lock.
       listed: for each row the blocks that it sees.
       passes: the most to run.
       halts: whether the session runs no further pass once a row has finished.
       is_first: whether the session has had no passes yet.
-      compile_seconds: that the dispatch has taken besides.
-      version: of the weights that it ran with.
-      error: the exception where it failed.
-      done: whether it is over.
     """
 
-    owner: KVLease
     state: DecodeState
     automata: Automata
-    blocks: Callable[[], list[Extent]]
     listed: Sequence[Sequence[int]]
     passes: int
     halts: bool
     is_first: bool = False
-    compile_seconds: float = 0.0
-    version: int = 0
-    error: Exception | None = None
-    done: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -107,7 +94,6 @@ class SessionPasses:
 
     @property
     def text(self) -> str:
-        """The passes in words. They are the same in every process."""
         return (
             f"{self.passes} passes{' to a halt' * self.halts} of rows {[*map(list, self.listed)]}"
         )
@@ -129,30 +115,66 @@ class PlacedSession:
 
 
 class WaitingSessions:
-    """The sessions that wait for a dispatch, in the order in which they came.
+    """The sessions that wait for a dispatch, or for texts to be fed, in the order in which they came.
 
     Attributes:
-      running: those that have been in a dispatch, or were refused, since the host last cleared it.
+      feeds: texts that are not all fed yet.
+      running: those that have been in a dispatch, whose texts are fed, or that were refused, since
+        the host last cleared it.
     """
 
     def __init__(self) -> None:
         self._waiting: collections.deque[SessionPasses] = collections.deque()
         self._go_first = False  # as one has waited for rows
-        self.running: list[SessionPasses] = []
+        self.feeds: list[SessionFeed] = []
+        self.running: list[SessionRequest] = []
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        """The requests for passes and for texts that wait."""
+        return len(self._waiting) + len(self.feeds)
 
-    def add(self, sessions: Iterable[SessionPasses]) -> None:
+    @property
+    def has_passes(self) -> bool:
+        """Returns whether any wait for passes."""
+        return bool(self._waiting)
+
+    def add(self, sessions: Iterable[SessionRequest]) -> None:
         """Lets sessions wait."""
-        self._waiting.extend(sessions)
+        for each in sessions:
+            if isinstance(each, SessionFeed):
+                self.feeds.append(each)
+            else:
+                assert isinstance(each, SessionPasses)
+                self._waiting.append(each)
 
-    def clear(self) -> list[SessionPasses]:
+    def clear(self) -> list[SessionRequest]:
         """Removes all, those that run included; returns them."""
-        found = [*self._waiting, *self.running]
-        self._waiting.clear()
-        self.running.clear()
+        found = [*self._waiting, *self.feeds, *self.running]
+        for each in (self._waiting, self.feeds, self.running):
+            each.clear()
         return found
+
+    def texts(self, version: int) -> list[FedText]:
+        """The texts that are still to be fed; see `place`."""
+        found: list[FedText] = []
+        for feed in self.feeds:
+            feed.version = version
+            try:
+                found += feed.left()
+            except ClosedError as error:
+                feed.error = error
+        self.end_feeds()
+        return found
+
+    def end_feeds(self, given_up: Collection[int] = ()) -> None:
+        """Ends requests whose texts are all fed, that have failed, or that were given up.
+
+        Args:
+          given_up: numbers of their leases.
+        """
+        over = [f for f in self.feeds if f.is_over or f.error or f.owner.number in given_up]
+        self.feeds = [feed for feed in self.feeds if feed not in over]
+        self.running += over
 
     @property
     def kept_rows(self) -> int:

@@ -1,9 +1,10 @@
-"""The sessions of a running engine: threads that wait for passes, and the thread that runs them."""
+"""The sessions of a running engine: threads that wait for passes or for texts to be fed, and the
+thread that runs them."""
 
 import threading
 from collections.abc import Iterable
 
-from jaxshare.serving.engine.session_passes import SessionPasses
+from jaxshare.serving.engine.session_feed import SessionRequest
 from jaxshare.serving.kvcache.lease import KVLease
 
 _LINGER, _MIN_LINGER = 0.2, 0.02
@@ -12,22 +13,22 @@ at least."""
 
 
 class SubmittedSessions:
-    """Sessions that have asked for passes, and are not in the scheduler yet.
+    """Sessions that have asked for something, and are not in the scheduler yet.
 
     Args:
       lock: under which all of this is used.
       changed: a condition of it, which the engine's thread waits for.
 
     Attributes:
-      submitted: the passes that sessions have asked for.
+      submitted: what they have asked for.
     """
 
     def __init__(self, lock: threading.RLock, changed: threading.Condition):
         self._lock, self._changed = lock, changed
-        self.submitted: list[SessionPasses] = []
+        self.submitted: list[SessionRequest] = []
         # Each thread has a condition of its own: to wake all for what one waits for takes longer than
         # what they do then.
-        self._waiting: dict[SessionPasses, threading.Condition] = {}
+        self._waiting: dict[SessionRequest, threading.Condition] = {}
         self._recent: set[KVLease] = set()  # of the last dispatch, which will ask for more
 
     @property
@@ -35,17 +36,17 @@ class SubmittedSessions:
         """Returns whether sessions wait, or have just run."""
         return bool(self.submitted or self._recent)
 
-    def submit(self, session: SessionPasses) -> None:
-        """Lets a session wait for its dispatch."""
+    def submit(self, session: SessionRequest) -> None:
+        """Lets a session wait for what it asks for."""
         self.submitted.append(session)
         self._changed.notify_all()
 
-    def wait(self, session: SessionPasses) -> BaseException | None:
-        """Blocks the calling thread until a session's dispatch is over.
+    def wait(self, session: SessionRequest) -> BaseException | None:
+        """Blocks the calling thread until what a session asks for is done.
 
         Returns:
-          An interrupt that came in the midst of it, or None. One that comes before it is raised,
-            and the session does not run.
+          An interrupt that came in the midst of it, or None: a dispatch goes on to its end, and the
+            rest of a text is not fed. One that comes before it is raised, and nothing is done.
 
         Raises:
           Exception: the error of the session.
@@ -60,7 +61,8 @@ class SubmittedSessions:
                     if session in self.submitted:
                         self.submitted.remove(session)
                         raise
-                    interrupt = error
+                    interrupt, session.given_up = error, True
+                    self._changed.notify_all()
         finally:
             del self._waiting[session]
         if session.error:
@@ -85,32 +87,32 @@ class SubmittedSessions:
                 max(_MIN_LINGER, _LINGER * step_seconds),
             )
 
-    def take(self) -> list[SessionPasses]:
+    def take(self) -> list[SessionRequest]:
         """Gives the sessions that have been submitted, for the scheduler."""
         found, self.submitted = self.submitted, []
         return found
 
-    def take_one(self, number: int) -> SessionPasses:
+    def take_one(self, number: int) -> SessionRequest:
         """Gives the session whose lease has this number, for the scheduler."""
         found = next(each for each in self.submitted if each.owner.number == number)
         self.submitted.remove(found)
         return found
 
-    def end(self, sessions: list[SessionPasses], compile_seconds: float) -> None:
-        """Ends those that have been in a dispatch, and clears the list."""
+    def end(self, sessions: list[SessionRequest], compile_seconds: float) -> None:
+        """Ends those that are over, and clears the list."""
         for session in sessions:
             session.compile_seconds = compile_seconds
             self._wake(session)
         self._recent = {session.owner for session in sessions if not session.error}
         sessions.clear()
 
-    def fail(self, sessions: Iterable[SessionPasses], error: Exception) -> None:
+    def fail(self, sessions: Iterable[SessionRequest], error: Exception) -> None:
         """Ends sessions with an error, unless they have another one."""
         for session in sessions:
             session.error = session.error or error
             self._wake(session)
 
-    def _wake(self, session: SessionPasses) -> None:
+    def _wake(self, session: SessionRequest) -> None:
         """Lets the thread of a session go on."""
         session.done = True
         if over := self._waiting.get(session):

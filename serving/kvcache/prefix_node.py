@@ -55,6 +55,11 @@ class Node:
         return self.extent.length if self.extent else self.copy.tokens if self.copy else 0
 
     @property
+    def is_cached(self) -> bool:
+        """Returns whether the keys and values of all its tokens are cached."""
+        return self.num_cached == len(self.tokens)
+
+    @property
     def evictable(self) -> bool:
         """Returns whether it is on the accelerator, used by no request, and no child is there."""
         return bool(

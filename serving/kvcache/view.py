@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -13,7 +14,30 @@ from jaxshare import KVCache
 from jaxshare.layout import Layout, bucket
 from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.pool import Extent
-from jaxshare.serving.kvcache.prefix_tree import Node
+
+
+class Fed(Protocol):
+    """Tokens that passes feed to an extent: a node of the prefix tree, or a text of a session."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All of them, int32."""
+        ...
+
+    @property
+    def extent(self) -> Extent | None:
+        """Their place."""
+        ...
+
+    @property
+    def num_cached(self) -> int:
+        """Those whose keys and values are cached."""
+        ...
+
+    @property
+    def ref_count(self) -> int:
+        """The rows that see them, as far as it is known."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +162,7 @@ def _table(extents: Sequence[Extent], slots: int) -> np.ndarray:
     return table
 
 
-def spans(path: Sequence[Node]) -> list[Extent]:
+def spans(path: Sequence[Fed]) -> list[Extent]:
     """The blocks that a row sees which writes the last of these nodes.
 
     Neighbours with equal `ref_count` are merged: all rows that see one of them see both.

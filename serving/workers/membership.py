@@ -9,6 +9,7 @@ from jaxshare.decoding.array_rows import with_row
 from jaxshare.seeds import seed_words, stream_seed
 from jaxshare.serving.words import check_length
 from jaxshare.serving.workers.block_moves import can_move, move_block
+from jaxshare.serving.workers.feeding import feed_texts
 from jaxshare.serving.workers.finisher import flush
 from jaxshare.serving.workers.layouts import WorkersLayout
 from jaxshare.serving.workers.roster import check_names
@@ -17,7 +18,7 @@ from jaxshare.serving.workers.text.transcript import Step
 
 
 def say(session: SessionState, text: str, name: str) -> None:
-    """Feeds a person's words as a step of its own; see `Workers.say`. `session.device` is held."""
+    """Feeds a person's words as a step of its own; see `Workers.say`."""
     if not text.strip():
         raise ValueError("there is nothing to say; give at least one word")
     check_names((name,))
@@ -36,7 +37,9 @@ def say(session: SessionState, text: str, name: str) -> None:
             f"what {name} says has {len(tokens)} tokens, but the block {block!r} has room for "
             f"{free} more; say less, or create the session with more history_tokens"
         )
-    session.append_text(tokens, block)
+    with session.compiling():
+        elsewhere = feed_texts(session, {block: tokens})
+    session.compile_seconds += elsewhere
     session.people.add(name)
     session.transcript.finished.append(step)
 

@@ -65,4 +65,5 @@ def _reencode(session: SessionState, name: str, source: int, block: str, count: 
     if session.recorder:
         session.recorder.cut(source, 0)
     resize_blocks(session, 0)
-    session.append_text(tokens, block)
+    if not session.append_text(tokens, block):
+        session.fail_all_that_see(block)

@@ -280,8 +280,8 @@ class Workers(SessionView):
         Raises:
           ValueError: no text, more than the history has room for, or the name of a worker.
         """
-        with self._device():
-            membership.say(self._session, text, name)
+        dispatch.read_unread(self._session)
+        membership.say(self._session, text, name)
 
     def pause(self, name: str) -> None:
         """Stops a worker where it is, if it has not ended; the others see what it has written."""

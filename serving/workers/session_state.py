@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.compile_time import compile_seconds
@@ -90,7 +91,7 @@ class SessionState:
     recorder: Recorder | None
     reasons: dict[str, FinishReason]
     prepared: dict[str, int]
-    prefill_seconds: float
+    prefill_seconds: float = 0.0
     people: set[str] = dataclasses.field(default_factory=set)
     answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
     events: collections.deque[Event] = dataclasses.field(default_factory=collections.deque)
@@ -172,13 +173,22 @@ class SessionState:
         """Replaces the cache."""
         self.state = dataclasses.replace(self.state, cache=cache)
 
-    def append_text(self, tokens: Sequence[int], block: str) -> None:
-        """Feeds a text to the end of a block, where it sees that block alone."""
+    def keep_lengths(self, lengths: Array) -> None:
+        """Replaces the lengths of the blocks, int32[B]."""
+        self.keep(dataclasses.replace(self.state.cache, lengths=lengths))
+
+    def append_text(self, tokens: Sequence[int], block: str) -> bool:
+        """Feeds a text to the end of a block, in passes of its own; `device` is held.
+
+        Returns:
+          True if the logits after it are finite.
+        """
         number = self.roster.blocks.index(block)
-        finite, cache = feed_text(self.model, self.recorder, tokens, self.state.cache, number)
+        if self.recorder:
+            self.recorder.text(tokens, number)
+        is_finite, cache = prefill(self.model, tokens, self.state.cache, number)
         self.keep(cache)
-        if not finite:
-            self.fail_all_that_see(block)
+        return is_finite
 
     def fail(self, name: str, passes: int) -> None:
         """Ends the session because a worker's logits are not finite after these passes."""
@@ -256,23 +266,6 @@ class SessionState:
             changed = steps.openings_on_host() if changed is steps else changed
             changed = changed.prepare(cursor.row, number + 1, pairs)
         self.state = dataclasses.replace(self.state, steps=changed)
-
-
-def feed_text(
-    model: LoadedModel,
-    recorder: Recorder | None,
-    tokens: Sequence[int],
-    cache: KVCache,
-    block: int,
-) -> tuple[bool, KVCache]:
-    """Feeds a text to the end of a block, and records it.
-
-    Returns:
-      True if the model's logits after it are finite, and the cache.
-    """
-    if recorder:
-        recorder.text(tokens, block)
-    return prefill(model, tokens, cache, block)
 
 
 class SessionView:

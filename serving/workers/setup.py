@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import jax
 import numpy as np
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
@@ -31,6 +30,7 @@ from jaxshare.serving.inputs import (
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.words import check_length
 from jaxshare.serving.workers.block_sizes import block_sizes, rounded_budget
+from jaxshare.serving.workers.feeding import feed_texts
 from jaxshare.serving.workers.growth import Growth
 from jaxshare.serving.workers.layouts import MAX_WORKERS, MOVES, MakeLayout, layout_maker
 from jaxshare.serving.workers.prompts.presets import advises_sampling, format_of
@@ -40,7 +40,6 @@ from jaxshare.serving.workers.session_state import (
     FEED_WIDTH,
     FINISHER,
     SessionState,
-    feed_text,
 )
 from jaxshare.serving.workers.text.answers import AnswerRule, answer_rule
 from jaxshare.serving.workers.text.codec import codec_of
@@ -147,39 +146,51 @@ def create_session(
     capacities = [plan.sizes.get(block, 0) for block in plan.roster.blocks]
     recorder = Recorder(len(capacities), capacities) if settings["record"] else None
     lease = engine.lease(capacities, plan.digest(settings)) if engine else None
-    cache, growth, broken, prefill_seconds = _fill_cache(model, plan, capacities, recorder, lease)
-    rows = model.adapted(plan.roster.device_layout)
-    session = SessionState(
-        settings=settings,
-        loaded=loaded,
-        model=model,
-        module=dataclasses.replace(model.module, implementation=implementation),
-        context=context,
-        format=format,
-        rule=plan.rule,
-        make_layout=plan.make_layout,
-        sampler=sampler,
-        texts=plan.texts,
-        instructions=format.instructions(names) + settings["problem"],
-        growth=growth,
-        engine=engine,
-        lease=lease,
-        automata=plan.tables,
-        roster=plan.roster,
-        rows=rows,
-        state=_decode_state(model, settings, plan, rows, cache, sampler, engine),
-        recorder=recorder,
-        reasons=dict.fromkeys(names, FinishReason.RUNNING),
-        prepared=dict.fromkeys(names, 0),
-        prefill_seconds=prefill_seconds,
-    )
-    for row, name in enumerate(names):
-        session.transcript.join(name, row, 0, plan.texts.first_opening(plan.roster, name))
-    session.prepare_openings()
-    for block in broken[:1]:
-        session.fail_all_that_see(block)
-    session.compile_seconds = watch.split()[1]
-    return _following(session, version)
+    with _closed_on_failure(lease):
+        cache = _empty_cache(model, capacities, lease)
+        rows = model.adapted(plan.roster.device_layout)
+        session = SessionState(
+            settings=settings,
+            loaded=loaded,
+            model=model,
+            module=dataclasses.replace(model.module, implementation=implementation),
+            context=context,
+            format=format,
+            rule=plan.rule,
+            make_layout=plan.make_layout,
+            sampler=sampler,
+            texts=plan.texts,
+            instructions=format.instructions(names) + settings["problem"],
+            growth=Growth(np.asarray(cache.offsets), np.asarray(cache.capacities)),
+            engine=engine,
+            lease=lease,
+            automata=plan.tables,
+            roster=plan.roster,
+            rows=rows,
+            state=_decode_state(model, settings, plan, rows, cache, sampler, engine),
+            recorder=recorder,
+            reasons=dict.fromkeys(names, FinishReason.RUNNING),
+            prepared=dict.fromkeys(names, 0),
+        )
+        fed = Stopwatch.start()
+        elsewhere = feed_texts(session, plan.contents)
+        session.prefill_seconds = fed.split()[0] - elsewhere
+        for row, name in enumerate(names):
+            session.transcript.join(name, row, 0, plan.texts.first_opening(plan.roster, name))
+        session.prepare_openings()
+        session.compile_seconds = watch.split()[1] + elsewhere
+        return _following(session, version)
+
+
+@contextlib.contextmanager
+def _closed_on_failure(lease: KVLease | None) -> Iterator[None]:
+    """Gives the memory of a session back at once where it cannot be made, or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        if lease:
+            lease.close()
+        raise
 
 
 def _following(session: SessionState, version: int) -> SessionState:
@@ -311,43 +322,18 @@ def _finisher_prompt(settings: Mapping[str, Any], texts: SessionTexts) -> int:
     return max(len(texts.codec.encode_recurring(text)) for text in prompts)
 
 
-def _fill_cache(
-    model: LoadedModel,
-    plan: _SessionPlan,
-    capacities: Sequence[int],
-    recorder: Recorder | None,
-    lease: KVLease | None,
-) -> tuple[KVCache, Growth, list[str], float]:
-    """Creates the cache, or attaches it on an engine, and feeds what blocks hold at the start.
-
-    Returns:
-      The cache; the extents of its blocks; the blocks whose logits are not finite; and the seconds
-        of the passes without compilation.
-    """
-    with lease.exclusive() if lease else contextlib.nullcontext():
-        cache = (
-            lease.attach()
-            if lease
-            else KVCache.create(
-                model.config,
-                capacities,
-                cache_dtype(model),
-                mesh=model.mesh,
-                approximate=model.approximate_kv,
-            )
-        )
-        growth = Growth(np.asarray(cache.offsets), np.asarray(cache.capacities))
-        watch, broken = Stopwatch.start(), []
-        for block, tokens in plan.contents.items():
-            if tokens:
-                number = plan.roster.blocks.index(block)
-                finite, cache = feed_text(model, recorder, tokens, cache, number)
-                broken += [] if finite else [block]
-        jax.block_until_ready(cache.keys)
-        seconds, _ = watch.split()
-        if lease:
-            lease.detach(cache)
-    return cache, growth, broken, seconds
+def _empty_cache(model: LoadedModel, capacities: Sequence[int], lease: KVLease | None) -> KVCache:
+    """Creates the blocks of a session, or attaches them on an engine."""
+    if lease:
+        with lease.exclusive():
+            return lease.attach()
+    return KVCache.create(
+        model.config,
+        capacities,
+        cache_dtype(model),
+        mesh=model.mesh,
+        approximate=model.approximate_kv,
+    )
 
 
 def _with_forbidden(settings: Mapping[str, Any], plan: _SessionPlan, model: LoadedModel) -> Sampler:

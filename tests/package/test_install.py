@@ -113,6 +113,14 @@ def description(metadata: str) -> str:
     return read.get_payload()
 
 
+def test_the_urls_of_the_package_are_those_of_the_papers(unpacked):
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    named = re.findall(r"^Project-URL: (.*), (\S*)$", metadata.read_text(encoding="utf-8"), re.M)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name, _ in named] == ["Hogwild! Inference", "Hydragen", "Hive"]
+    assert all(readme.count(f"({url})") == 1 for _, url in named)
+
+
 def test_without_a_repository_the_description_names_files_of_the_source(unpacked, tmp_path):
     (metadata,) = unpacked.glob("*.dist-info/METADATA")
     text = description(metadata.read_text(encoding="utf-8"))
@@ -144,9 +152,9 @@ def test_without_a_repository_the_description_names_files_of_the_source(unpacked
 def test_with_a_repository_all_links_of_the_description_lead_to_its_files_at_the_tag(tmp_path):
     source = tmp_path / "source"
     copy_tree(source)
-    named = '[project.urls]\nSource = "https://example.org/some/where/"\n\n[project.scripts]'
+    named = '[project.urls]\nSource = "https://example.org/some/where/"\n'
     project = (source / "pyproject.toml").read_text(encoding="utf-8")
-    (source / "pyproject.toml").write_text(project.replace("[project.scripts]", named))
+    (source / "pyproject.toml").write_text(project.replace("[project.urls]\n", named))
     build(source, tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
     (metadata,) = (n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("/METADATA"))

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -144,6 +145,32 @@ def test_where_a_kernel_cannot_be_used_a_warning_says_why():
     out, logged = _seen(before)
     assert out == "False ('xla',)"
     assert "warning: the CPU kernels cannot be used (" in logged and "9" in logged
+
+
+def test_each_of_several_processes_uses_them(tmp_path):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    program = f"""
+import sys, jax
+jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+jax.distributed.initialize("127.0.0.1:{port}", num_processes=2, process_id=int(sys.argv[1]))
+from jaxshare import cpu
+print(jax.device_count(), jax.local_device_count(), cpu.available())
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, process],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for process in "01"
+    ]
+    for out, logged in [process.communicate(timeout=120) for process in started]:
+        assert out.splitlines()[-1:] == ["2 1 True"], logged
 
 
 def _address(name: str, written: list[str]) -> int:

@@ -50,7 +50,16 @@ def log_decisions(scheduler: Scheduler) -> list[dict[str, Any]]:
 
     watch(scheduler.metrics, "admitted", lambda request, cached: [request.number, cached])
     watch(scheduler, "_preempt", lambda row: row.request.number)
-    watch(scheduler, "_prefill", lambda rows: [row.request.number for row in rows])
+    watch(
+        scheduler,
+        "_prefill",
+        lambda rows, texts: {
+            "requests": [row.request.number for row in rows],
+            "texts": [
+                [each.feed.owner.number, len(each.tokens), each.num_cached] for each in texts
+            ],
+        },
+    )
     watch(
         scheduler.decode_rows,
         "dispatch",

@@ -159,10 +159,9 @@ class PlainSession:
         self.blocks[self._block(name)] = ""
 
     def say(self, text: str, count: int) -> None:
-        self.feed_text(
-            self.encode("\n\n") + self.encode(self.format.opening("User", count, names=()) + text),
-            self.history,
-        )
+        opening = self.format.opening("User", count, names=())
+        said = opening + text if opening.endswith((" ", "\n")) else f"{opening} {text}"
+        self.feed_text(self.encode("\n\n") + self.encode(said), self.history)
 
     def pause(self, name: str) -> None:
         self._set(name, "running", "paused")
