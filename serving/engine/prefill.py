@@ -20,7 +20,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
 from jaxshare.serving.kvcache.prefix_tree import Node
-from jaxshare.serving.kvcache.view import Fed, ViewBuilder, spans
+from jaxshare.serving.kvcache.view import Prefilled, ViewBuilder, spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ _LISTED = 16
 """Blocks that a row can list, at first: those of a long text that come before it, and a prefix."""
 
 
-class Source(Protocol):
+class PrefillSource(Protocol):
     """A request or a text of a session, whose tokens are prefilled."""
 
     @property
@@ -56,7 +56,7 @@ class Source(Protocol):
         """The place of its adapter, 0 for none."""
         ...
 
-    def path(self) -> Sequence[Fed]:
+    def path(self) -> Sequence[Prefilled]:
         """Its tokens, and those before them."""
         ...
 
@@ -71,12 +71,12 @@ class Piece:
       seen: the extents that the row sees, in order; the last one is empty, and takes the tokens.
     """
 
-    node: Fed
+    node: Prefilled
     tokens: np.ndarray
     seen: tuple[Extent, ...]
 
 
-def next_pieces(path: Sequence[Fed], max_rows: int, width: int = SHORT.width) -> list[Piece]:
+def next_pieces(path: Sequence[Prefilled], max_rows: int, width: int = SHORT.width) -> list[Piece]:
     """The next tokens to feed of the nodes on a path, as many as a pass can take.
 
     Args:
@@ -141,7 +141,7 @@ class PrefillPasses:
         self._model = model
 
     def next_pieces(
-        self, paths: Sequence[Sequence[Fed]], *, streaming: bool
+        self, paths: Sequence[Sequence[Prefilled]], *, streaming: bool
     ) -> list[tuple[int, Piece]]:
         """The next tokens to feed on some paths, as many as a pass can take.
 
@@ -159,14 +159,16 @@ class PrefillPasses:
         return self._of_shape(paths, self._short)
 
     @staticmethod
-    def _of_shape(paths: Sequence[Sequence[Fed]], shape: PassShape) -> list[tuple[int, Piece]]:
+    def _of_shape(
+        paths: Sequence[Sequence[Prefilled]], shape: PassShape
+    ) -> list[tuple[int, Piece]]:
         pieces: list[tuple[int, Piece]] = []
         for number, path in enumerate(paths):
             found = next_pieces(path, shape.rows - len(pieces), shape.width)
             pieces += [(number, piece) for piece in found]
         return pieces
 
-    def feed[S: Source](
+    def feed[S: PrefillSource](
         self, sources: Sequence[S], *, streaming: bool
     ) -> tuple[list[tuple[S, Piece]], Array, np.ndarray]:
         """Feeds the next tokens of the first sources, as many as a pass can take.

@@ -16,7 +16,7 @@ from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.pool import Extent
 
 
-class Fed(Protocol):
+class Prefilled(Protocol):
     """Tokens that passes feed to an extent: a node of the prefix tree, or a text of a session."""
 
     @property
@@ -162,7 +162,7 @@ def _table(extents: Sequence[Extent], slots: int) -> np.ndarray:
     return table
 
 
-def spans(path: Sequence[Fed]) -> list[Extent]:
+def spans(path: Sequence[Prefilled]) -> list[Extent]:
     """The blocks that a row sees which writes the last of these nodes.
 
     Neighbours with equal `ref_count` are merged: all rows that see one of them see both.

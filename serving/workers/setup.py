@@ -172,14 +172,20 @@ def create_session(
             reasons=dict.fromkeys(names, FinishReason.RUNNING),
             prepared=dict.fromkeys(names, 0),
         )
-        fed = Stopwatch.start()
-        elsewhere = feed_texts(session, plan.contents)
-        session.prefill_seconds = fed.split()[0] - elsewhere
+        elsewhere = _fill(session, plan.contents)
         for row, name in enumerate(names):
             session.transcript.join(name, row, 0, plan.texts.first_opening(plan.roster, name))
         session.prepare_openings()
         session.compile_seconds = watch.split()[1] + elsewhere
         return _following(session, version)
+
+
+def _fill(session: SessionState, contents: Mapping[str, Sequence[int]]) -> float:
+    """Feeds what the blocks hold at the start; see `feed_texts`."""
+    watch = Stopwatch.start()
+    elsewhere = feed_texts(session, contents)
+    session.prefill_seconds = watch.split()[0] - elsewhere
+    return elsewhere
 
 
 @contextlib.contextmanager
