@@ -1,9 +1,10 @@
-"""Prefill: feeding tokens to blocks in passes of two shapes.
+"""Prefill: feeding tokens to blocks in passes of a few shapes.
 
 A pass has a few rows of a few tokens each. Short texts are fed side by side, one a row. A long one
 takes several rows of the same pass: each has a block of its own and sees those of the rows before
 it, with what they bring in this pass. So one program serves texts of any length. Where enough
-tokens wait, a second one of longer rows reads the weights less often.
+tokens wait, a second one of longer rows reads the weights less often. On a CPU, where a pass takes
+as long as its places do, filled or not, a third one of a single row serves a short text.
 """
 
 import dataclasses
@@ -36,6 +37,10 @@ class PassShape:
         return self.rows * self.width
 
 
+SMALL = PassShape(1, 64)
+"""For a short text alone, on a CPU."""
+_SMALL_PASSES = 2
+"""Small passes that are made in place of a short one, at most: each takes a quarter of its time."""
 SHORT = PassShape(4, 64)
 """For few tokens, and where others wait for their next token meanwhile."""
 _LONG, _LONG_ON_GPU = PassShape(8, 128), PassShape(8, 256)
@@ -114,6 +119,11 @@ def long_shape() -> PassShape:
     return _LONG if jax.default_backend() == "cpu" else _LONG_ON_GPU
 
 
+def small_shape() -> PassShape:
+    """The shape of passes for a short text alone on the default backend."""
+    return SMALL if jax.default_backend() == "cpu" else SHORT
+
+
 def _packed(texts: Sequence[np.ndarray], shape: PassShape) -> tuple[np.ndarray, np.ndarray]:
     """The tokens int32[R, T] and counts int32[R] of a pass that feeds these texts."""
     tokens, counts = np.zeros((shape.rows, shape.width), np.int32), np.zeros(shape.rows, np.int32)
@@ -131,9 +141,10 @@ class PrefillPasses:
     """
 
     def __init__(self, model: LoadedModel, kv: KVManager):
-        self._model, self._kv, self._short, self._long = model, kv, SHORT, long_shape()
+        self._model, self._kv, self._long = model, kv, long_shape()
         self._views = {
-            shape: ViewBuilder(shape.rows, width=_LISTED) for shape in (self._short, self._long)
+            shape: ViewBuilder(shape.rows, width=_LISTED)
+            for shape in (small_shape(), SHORT, self._long)
         }
 
     def use(self, model: LoadedModel) -> None:
@@ -156,7 +167,8 @@ class PrefillPasses:
             pieces = self._of_shape(paths, self._long)
             if sum(len(p.tokens) for _, p in pieces) >= _FILLED * self._long.size:
                 return pieces
-        return self._of_shape(paths, self._short)
+        pieces = self._of_shape(paths, SHORT)
+        return pieces[: small_shape().rows] if len(pieces) <= _SMALL_PASSES else pieces
 
     @staticmethod
     def _of_shape(
@@ -191,15 +203,15 @@ class PrefillPasses:
         """Feeds pieces, as many as a pass has rows; returns their logits [R, V], and bool[R]
         whether these are finite. `adapters` has the places of their adapters, by default the
         model's own."""
-        fits = all(len(piece.tokens) <= self._short.width for piece in pieces)
-        shape = self._short if fits and len(pieces) <= self._short.rows else self._long
-        return self._run(pieces, shape, adapters)
+        longest = max((len(piece.tokens) for piece in pieces), default=0)
+        fitting = (s for s in self._views if longest <= s.width and len(pieces) <= s.rows)
+        return self._run(pieces, next(fitting), adapters)
 
     def warm_up(self) -> None:
         """Compiles the passes that texts can need which fit the memory."""
-        self._run([], self._short)
-        if self._kv.pool.tokens >= self._long.size:
-            self._run([], self._long)
+        for shape in self._views:
+            if shape != self._long or self._kv.pool.tokens >= shape.size:
+                self._run([], shape)
 
     def _run(
         self, pieces: Sequence[Piece], shape: PassShape, adapters: Sequence[int] | None = None
@@ -253,7 +265,9 @@ def prefill(
         )
     finite, first, long = [], 0, long_shape()
     while not finite or first < len(tokens):
-        shape = long if len(tokens) - first >= _FILLED * long.size else SHORT
+        left, small = len(tokens) - first, small_shape()
+        shape = small if left <= _SMALL_PASSES * small.size else SHORT
+        shape = long if left >= _FILLED * long.size else shape
         texts, seen = list[np.ndarray](), list[Extent]()
         if extent.length:
             seen = [dataclasses.replace(extent, capacity=extent.length)]

@@ -23,6 +23,7 @@ _PATIENCE = 300  # seconds after which a turn is not to come back
 
 SMALL_PIECES = (
     (manager, "GROWTH", 16),
+    (prefill, "SMALL", prefill.PassShape(1, 8)),
     (prefill, "SHORT", prefill.PassShape(4, 8)),
     (running_request, "WIDTH", 2),
 )

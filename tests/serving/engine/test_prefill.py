@@ -12,7 +12,14 @@ import pytest
 
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.prefill import SHORT, Piece, PrefillPasses, feed_node, next_pieces
+from jaxshare.serving.engine.prefill import (
+    SHORT,
+    SMALL,
+    Piece,
+    PrefillPasses,
+    feed_node,
+    next_pieces,
+)
 from jaxshare.serving.kvcache.eviction import make_policy
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.prefix_tree import Node
@@ -230,8 +237,39 @@ def test_one_program_feeds_all(kv):
     assert "_forward" not in names
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shapes"),
+    [
+        ([1], [SMALL]),
+        ([64], [SMALL]),
+        ([65], [SMALL, SMALL]),
+        ([128], [SMALL, SMALL]),
+        ([129], [SHORT]),
+        ([20, 30], [SMALL, SMALL]),
+        ([20, 30, 40], [SHORT]),
+        ([300], [SHORT, SMALL]),
+    ],
+)
+def test_a_short_text_takes_passes_of_few_places(kv, monkeypatch, lengths, shapes):
+    taken, run = [], PrefillPasses._run
+    monkeypatch.setattr(
+        PrefillPasses,
+        "_run",
+        lambda self, pieces, shape, adapters: (
+            taken.append(shape) or run(self, pieces, shape, adapters)
+        ),
+    )
+    nodes, runner, logits = [add(kv, None, TEXT[:length]) for length in lengths], passes(), {}
+    while found := runner.next_pieces([node.path() for node in nodes], streaming=True):
+        got, _ = runner.run([piece for _, piece in found])
+        logits |= {i: np.asarray(got[row]) for row, (i, _) in enumerate(found)}
+    assert taken == shapes
+    for i, length in enumerate(lengths):
+        np.testing.assert_allclose(logits[i], plain()[1][length - 1], atol=3e-4)
+
+
 def test_many_tokens_are_fed_by_long_passes_unless_others_wait(kv):
-    """Two texts after a root in one pass of long rows, and what is left in a short one."""
+    """Two texts after a root in one pass of long rows, and what is left in small ones."""
     root = add(kv, None, TEXT[:30])
     feed([root])
     texts = [text(700), text(330)]
@@ -244,7 +282,7 @@ def test_many_tokens_are_fed_by_long_passes_unless_others_wait(kv):
         assert finite[: len(found)].all()
         sizes.append([len(piece.tokens) for _, piece in found])
         logits |= {i: np.asarray(got[row]) for row, (i, _) in enumerate(found)}
-    assert sizes == [[128, 128, 128, 128, 128, 60, 128, 128], [64, 10]]
+    assert sizes == [[128, 128, 128, 128, 128, 60, 128, 128], [64], [10]]
     dense = DenseModel(TINY, tiny_params(), 3)
     dense.forward([TEXT[:30]], [[0]])
     for i, (node, tokens) in enumerate(zip(nodes, texts, strict=True)):
