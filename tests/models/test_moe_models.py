@@ -18,6 +18,7 @@ from jaxshare import DecodeState, FinishReason, KVCache, Layout, decode, models
 from jaxshare.models import CheckpointError, orbax_io
 from jaxshare.models.tensor_names import expected_tensors, stored_shapes
 from jaxshare.models.tensor_parallel import fit
+from jaxshare.quantised import QuantisedTensor
 from jaxshare.sharding import make_mesh
 from tests.helpers import DenseModel, mostly_slow
 from tests.models.peak_memory import measured
@@ -41,11 +42,23 @@ def loaded(case: str) -> models.LoadedModel:
 class DenseExperts(DenseModel):
     """With experts in the layers that have them."""
 
+    def __init__(self, config, params, blocks):
+        super().__init__(config, _numbers(params), blocks)
+
     def mlp(self, layer, x):
         if "moe" not in layer:
             return super().mlp(layer, x)
         rows = x.reshape(-1, x.shape[-1])
         return by_hand(self.config.moe, layer["moe"], rows).reshape(x.shape)
+
+
+def _numbers(params):
+    """Parameters whose quantised matrices are plain numbers."""
+    return jax.tree.map(
+        lambda x: x.dequantised(np.float32) if isinstance(x, QuantisedTensor) else x,
+        params,
+        is_leaf=lambda x: isinstance(x, QuantisedTensor),
+    )
 
 
 @pytest.mark.parametrize("case", mostly_slow(FAMILIES))
