@@ -116,7 +116,7 @@ class Scheduler:
         while True:
             admitted = self._admit(only_begun) if admit else 0
             long = [row for row in self.live if row.needs_prefill]
-            texts = self.sessions.texts(self.output.version)
+            texts = self.sessions.texts()
             if long or texts:
                 self._prefill(long, texts)
             if not self._prefill_first or not (long or texts or admitted):

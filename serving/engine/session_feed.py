@@ -18,7 +18,6 @@ class SessionRequest:
       owner: the lease of the session.
       blocks: gives where the session's blocks are, under the device lock.
       compile_seconds: that it has taken besides.
-      version: of the weights that it ran with.
       error: the exception where it failed.
       given_up: whether the session's thread was interrupted meanwhile.
       done: whether it is over.
@@ -27,7 +26,6 @@ class SessionRequest:
     owner: KVLease
     blocks: Callable[[], list[Extent]]
     compile_seconds: float = 0.0
-    version: int = 0
     error: Exception | None = None
     given_up: bool = False
     done: bool = False

@@ -78,6 +78,7 @@ class SessionPasses(SessionRequest):
       passes: the most to run.
       halts: whether the session runs no further pass once a row has finished.
       is_first: whether the session has had no passes yet.
+      version: of the weights that it ran with.
     """
 
     state: DecodeState
@@ -86,6 +87,7 @@ class SessionPasses(SessionRequest):
     passes: int
     halts: bool
     is_first: bool = False
+    version: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -154,11 +156,10 @@ class WaitingSessions:
             each.clear()
         return found
 
-    def texts(self, version: int) -> list[FedText]:
-        """The texts that are still to be fed; see `place`."""
+    def texts(self) -> list[FedText]:
+        """The texts that are still to be fed."""
         found: list[FedText] = []
         for feed in self.feeds:
-            feed.version = version
             try:
                 found += feed.left()
             except ClosedError as error:
