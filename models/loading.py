@@ -208,6 +208,11 @@ class LoadedModel:
         """
         return dataclasses.replace(self, adapter=named_adapter(self.adapters, name))
 
+    @property
+    def adapter_place(self) -> int:
+        """The place of its adapter among those of the model, 0 for none."""
+        return self.adapter.place if self.adapter else 0
+
     def adapted(self, layout: Layout, places: Sequence[int] | None = None) -> Layout:
         """Returns a layout with the places of its rows' adapters.
 
@@ -219,7 +224,7 @@ class LoadedModel:
             return layout
         rows = np.zeros(layout.num_rows, np.int32)
         if places is None:
-            rows[:] = self.adapter.place if self.adapter else 0
+            rows[:] = self.adapter_place
         else:
             rows[: len(places)] = places
         return dataclasses.replace(layout, adapters=rows)

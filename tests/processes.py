@@ -1,7 +1,8 @@
-"""Processes that tests start and look at: a Ray cluster of its own, and what runs below one."""
+"""Processes that tests start and look at: a Ray cluster of its own, what runs below one, and ports."""
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,13 @@ with tempfile.TemporaryDirectory(prefix="jaxshare-", dir="/tmp") as folder:
     sys.stdin.read()
     ray.shutdown()
 """
+
+
+def free_port() -> int:
+    """A port of this machine at which nothing listens."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -149,7 +149,10 @@ class EngineLoop:
         self.metrics.compiled(compiled)
         with self._changed:
             self._tell_of_compiling(compiled)
-            self._sessions.end(self._scheduler.sessions.running, compiled)
+            sessions = self._scheduler.sessions
+            for each in (*sessions.feeds, *sessions.running):
+                each.compile_seconds += compiled
+            self._sessions.end(sessions.running)
             if closed:
                 waiting = [*self._scheduler.sessions.clear(), *self._sessions.take()]
                 self._sessions.fail(waiting, self._closed_error())

@@ -1,6 +1,7 @@
 """Texts of sessions, such as their prompts, which the scheduler feeds in the passes over the prompts
 of requests."""
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 
@@ -11,7 +12,7 @@ from jaxshare.serving.kvcache.pool import Extent
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class SessionRequest:
+class SessionRequest(abc.ABC):
     """A request of a session, of which each has one at a time.
 
     Attributes:
@@ -31,9 +32,9 @@ class SessionRequest:
     done: bool = False
 
     @property
+    @abc.abstractmethod
     def text(self) -> str:
         """The request in words. They are the same in every process."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -98,10 +98,9 @@ class SubmittedSessions:
         self.submitted.remove(found)
         return found
 
-    def end(self, sessions: list[SessionRequest], compile_seconds: float) -> None:
+    def end(self, sessions: list[SessionRequest]) -> None:
         """Ends those that are over, and clears the list."""
         for session in sessions:
-            session.compile_seconds = compile_seconds
             self._wake(session)
         self._recent = {session.owner for session in sessions if not session.error}
         sessions.clear()

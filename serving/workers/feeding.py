@@ -36,7 +36,7 @@ def feed_texts(session: SessionState, texts: Mapping[str, Sequence[int]]) -> flo
 def _fed_by_engine(session: SessionState, texts: Mapping[str, Sequence[int]]) -> SessionFeed:
     """Feeds texts on the session's engine; returns the request for it."""
     assert session.engine and session.lease
-    lease, cache, adapter = session.lease, session.state.cache, session.model.adapter
+    lease, cache = session.lease, session.state.cache
     numbers = session.roster.numbers([*texts])
     feed = SessionFeed(
         owner=lease,
@@ -45,7 +45,7 @@ def _fed_by_engine(session: SessionState, texts: Mapping[str, Sequence[int]]) ->
             number: np.asarray(tokens, np.int32)
             for number, tokens in zip(numbers, texts.values(), strict=True)
         },
-        adapter_place=adapter.place if adapter else 0,
+        adapter_place=session.model.adapter_place,
     )
     interrupt = session.engine.run_session(feed)
     if interrupt:

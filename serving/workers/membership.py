@@ -91,10 +91,7 @@ def remove_worker(session: SessionState, name: str) -> None:
         )
     flushed = flush(session, session.recorder)
     with session.device():
-        cache = session.state.cache
-        session.keep(
-            dataclasses.replace(cache, lengths=cache.lengths.at[source].set(flushed[source]))
-        )
+        session.keep_lengths(session.state.cache.lengths.at[source].set(flushed[source]))
         if session.recorder:
             for other, length in enumerate(np.asarray(session.state.cache.lengths).tolist()):
                 session.recorder.cut(other, length)

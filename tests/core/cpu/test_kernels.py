@@ -4,7 +4,6 @@ import functools
 import itertools
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from jaxshare.cpu import compiled, runtime
 from jaxshare.cpu.ir import I64, Machine
 from jaxshare.cpu.matrices.call import cpu_products
 from tests.helpers import mostly_slow
+from tests.processes import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -148,9 +148,7 @@ def test_where_a_kernel_cannot_be_used_a_warning_says_why():
 
 
 def test_each_of_several_processes_uses_them(tmp_path):
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     program = f"""
 import sys, jax
 jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from jaxshare.serving.cli import main
 from jaxshare.serving.cluster import process_mesh
+from tests.processes import free_port
 
 COMMAND = [
     "generate",
@@ -30,12 +30,6 @@ COMMAND = [
     "--max-new-tokens",
 ]
 SPLIT = ["--tensor", "2", "--kv", "2"]
-
-
-def free_port():
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def start(command, process, port, processes=2):

@@ -21,7 +21,7 @@ from jaxshare.serving.cluster.model_spec import ModelSpec
 from jaxshare.serving.cluster.ray_pool import RayPool
 from jaxshare.serving.cluster.shards import cut
 from tests.helpers import mostly_slow
-from tests.processes import below, ray_cluster, wait_for
+from tests.processes import below, free_port, ray_cluster, wait_for
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers need not find the tests
 
@@ -436,12 +436,6 @@ def test_a_model_that_a_node_does_not_have():
         "it",
     ):
         ModelSpec("/models/x", None, 1, 1).load()
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from jaxshare.serving.engine import Engine, EngineError, TooLongError, agreement
 from jaxshare.serving.engine.agreement import FollowerLock, LeaderLock
 from jaxshare.serving.inputs import token_bytes
 from tests.helpers import one_layer as model
-from tests.serving.cluster.test_process_mesh import free_port
+from tests.processes import free_port
 from tests.serving.engine.shared_engine import log_decisions
 from tests.serving.engine.test_agreement import DictStore
 
