@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jaxshare.models import LoadedModel
 from jaxshare.serving.engine.dispatched import Dispatched
 from jaxshare.serving.engine.loop_sizes import LoopSizes
 from jaxshare.serving.engine.request import Request
+from jaxshare.serving.engine.row_programs import RowPrograms
 from jaxshare.serving.engine.running_request import WIDTH, RunningRequest, stacked_logits
 from jaxshare.serving.engine.session_passes import (
     PlacedSession,
@@ -45,14 +46,6 @@ token each. On a CPU such a pass costs what its places cost: with 32, passes of 
 2.2 ms in place of 1.9."""
 
 
-def few_rows(num_rows: int) -> int:
-    """The rows of the program that runs while few are in use; all where there are few anyway.
-
-    A pass costs what the rows of its program cost, in use or not.
-    """
-    return min(num_rows, max(4, bucket(num_rows) // 8))
-
-
 class DecodeRows:
     """The decode loop's state. Its sizes only grow, so that few programs serve all requests.
 
@@ -68,6 +61,7 @@ class DecodeRows:
     Attributes:
       before_dispatch: called with the rows of the program that is about to run.
       view: of the last dispatch; is_warm: whether the loop was warmed up.
+      row_programs: the programs that run while few rows are in use.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class DecodeRows:
         self._stacked: tuple[Samplers, Processing | None] | None = None  # the same on the device
         self._pieces = PIECES
         # Requests that come later find few rows in use at times; those of a batch seldom do.
-        self._few = few_rows(rows) if sessions else rows
+        self.row_programs = RowPrograms(rows, fewer=sessions)
         self.is_warm, self._running_rows = False, rows  # of the program that runs
         self.before_dispatch: Callable[[int], None] = lambda num_rows: None
         self._grammars = GrammarPlaces(model.config.vocab_size)
@@ -190,8 +184,8 @@ class DecodeRows:
             self._pieces = max(self._pieces, bucket(num_pieces(largest, WIDTH)))
             changes = _no_changes(state)
         taken = [row.index for row in rows] + [int(each.rows[-1]) for each in placed]
-        is_few = self.is_warm and max(taken, default=0) < self._few
-        self._running_rows = num_rows = self._few if is_few else self._num_rows
+        num_rows = self.row_programs.choose(self._shapes, max(taken, default=0) + 1)
+        self._running_rows = num_rows
         self.before_dispatch(num_rows)
         self._kv.speeds.dispatching()
         self.state = decode(
@@ -353,16 +347,17 @@ class DecodeRows:
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Compiles the loop, and what lets rows enter, for requests with such samplers.
 
-        From then on a program of few rows runs while few are in use: without, they would wait for
-        the compiler then.
+        From then on a program of few rows runs while few are in use.
         """
         self._grow(self._sizes.grown(requests, self._model))
         logits = jnp.zeros((self._num_rows, self._model.config.vocab_size))
         self.state = (self.state or self._created()).with_logits([], logits)
-        for is_warm in (False, True):
-            self.is_warm = is_warm
-            self.dispatch([], passes=0, stop_on_finish=False)
-            self.fetch()
+        self.dispatch([], passes=0, stop_on_finish=False)
+        self.fetch()
+        self.row_programs.warm_up()
+        self.dispatch([], passes=0, stop_on_finish=False)
+        self.fetch()
+        self.is_warm = True
         self._views.keep_groups()
 
     @property
@@ -387,24 +382,32 @@ class DecodeRows:
             self._stacked = None
         self._sizes = sizes
 
-    def programs(self, sizes: LoopSizes, width: int) -> dict[int, Callable[[], None]]:
+    @property
+    def _shapes(self) -> Hashable:
+        """The shapes of the program that runs, but for its rows."""
+        return self.sizes, self.view.width, self.view.groups, self._pieces
+
+    def programs(
+        self, sizes: LoopSizes, width: int, rows: int | None = None
+    ) -> dict[int, Callable[[], None]]:
         """Calls that compile the loop of these sizes, in any thread, while this one goes on; by the
-        rows of each program, of which the first is in place of the one that runs now."""
+        rows of each program, of which the first is in place of the one that runs now. With `rows`
+        the one of so many."""
         other = copy.copy(self)
         other.view = view = dataclasses.replace(self.view, width=width)
         other._entering, other._grammars = {}, copy.copy(self._grammars)
         other.grow(sizes)
         state = other._state_with_inputs()
         changes = Changes.none(state.pending.shape[1], view.listed, view.table)
-        arrays = shapes_of((self._model.variables, state, changes))
+        arrays, shapes = shapes_of((self._model.variables, state, changes)), other._shapes
 
         def compile_for(num_rows: int) -> None:
             how = {"width": WIDTH, "pieces": self._pieces_of(num_rows), "rows": num_rows}
             compile_decode(self._model.module, *arrays[:2], changes=arrays[2], **how)
+            self.row_programs.add(shapes, num_rows)
 
-        few = self._few if self.is_warm else self._num_rows
-        order = dict.fromkeys((self._running_rows, few, self._num_rows))
-        return {num_rows: functools.partial(compile_for, num_rows) for num_rows in order}
+        in_use = [rows] if rows else [self._running_rows, *self.row_programs.there(self._shapes)]
+        return {each: functools.partial(compile_for, each) for each in dict.fromkeys(in_use)}
 
     def _pieces_of(self, num_rows: int) -> int:
         return min(self._pieces, num_pieces(num_rows, WIDTH))
@@ -436,6 +439,7 @@ class DecodeRows:
         self._adapters = [self._adapters[row] for row in rows]
         self._grammars.move(rows)
         self._stacked, self._num_rows = None, len(rows)
+        self.row_programs = RowPrograms(len(rows), fewer=False)
 
 
 def _no_changes(state: DecodeState) -> Changes:

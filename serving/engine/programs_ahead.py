@@ -5,12 +5,13 @@ which takes seconds to compile. It alone waits for that: the program is compiled
 such requests that wait at that time, while others are served; once it is there, the loop grows.
 
 Rows that come to list many blocks, as those of long dialogues do, need another program, too. Once one
-lists more than half of what it can, that program is compiled before any needs it.
+lists more than half of what it can, that program is compiled before any needs it. And so is one for
+fewer rows, once it would have served many dispatches (`jaxshare.serving.engine.row_programs`).
 """
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxshare.compile_time import Stopwatch
 from jaxshare.serving.engine.decode_rows import DecodeRows
@@ -25,7 +26,7 @@ class ProgramsAhead:
     """Finds the requests that wait for a program. All but the compiling is in the engine's thread.
 
     Of the programs of an engine, for few rows and for all, the one in place of that which runs comes
-    first; then those who wait enter, and the other one is compiled beside them.
+    first; then those who wait enter, and the others are compiled beside them.
 
     Args:
       rows: of the decode loop.
@@ -61,28 +62,35 @@ class ProgramsAhead:
             return False
         if self._job is None:
             lacking = [r for r in queue if not r.fits and not self._has_room(r)]
-            self._begin((self._rows.sizes_for(lacking), self._rows.view.width), lacking)
+            self._begin((self._rows.sizes_for(lacking), self._rows.view.width), requests=lacking)
         return True
 
     def _has_room(self, request: Request) -> bool:
         return self._rows.sizes_for([request]) == self._rows.sizes
 
-    def _begin(self, shapes: "_Shapes", requests: list[Request]) -> None:
-        self._job = job = _CompilerJob(shapes, requests, self._rows.programs(*shapes), self._on_end)
+    def _begin(
+        self, shapes: "_Shapes", *, requests: Sequence[Request] = (), rows: int | None = None
+    ) -> None:
+        programs = self._rows.programs(*shapes, rows)
+        self._job = job = _CompilerJob(shapes, requests, programs, rows, self._on_end)
         log.info("compiling the decode loop%s; other requests go on", job.purpose)
 
     def look(self) -> None:
         """Lets the loop grow once the first program is there, and the requests enter that wait for it;
-        begins to compile the program for rows that list more blocks. Between two dispatches."""
+        begins to compile the program for rows that list more blocks, or for fewer rows. Between two
+        dispatches."""
         if self._job:
             self._take(self._job)
+        if self._job or not self._rows.state:
+            return
         view = self._rows.view
         is_half_full = 2 * max(map(len, view.blocks)) > view.width
-        if self._rows.is_warm and self._job is None and is_half_full:
-            wider = self._rows.sizes, 2 * view.width
-            if wider != self._widened:
-                self._widened = wider
-                self._begin(wider, [])
+        wider = self._rows.sizes, 2 * view.width
+        if self._rows.is_warm and is_half_full and wider != self._widened:
+            self._widened = wider
+            self._begin(wider)
+        elif rows := self._rows.row_programs.take_wanted():
+            self._begin((self._rows.sizes, view.width), rows=rows)
 
     def _take(self, job: "_CompilerJob") -> None:
         if job.first.is_set() and not job.entered:
@@ -103,7 +111,7 @@ class ProgramsAhead:
     def _wait_for(self, num_rows: int) -> None:
         """Waits for a program that is about to run, rather than to compile it once more."""
         job, rows = self._job, self._rows
-        if job and num_rows not in job.there and job.shapes == (rows.sizes, rows.view.width):
+        if job and job.lacks(num_rows) and job.shapes == (rows.sizes, rows.view.width):
             job.thread.join()
 
 
@@ -117,10 +125,11 @@ class _CompilerJob:
     Args:
       shapes, requests: that they are for.
       programs: see `DecodeRows.programs`.
+      rows: of the only one, where it is for fewer rows.
       on_end: called when the first program is there, and at the end.
 
     Attributes:
-      first: set when the first program is there, or cannot be made; there: the rows of those that are.
+      first: set when the first program is there, or cannot be made.
       entered: whether the loop has grown, and the requests were let go.
       seconds, failure: of the compiler, at the end.
     """
@@ -128,21 +137,28 @@ class _CompilerJob:
     def __init__(
         self,
         shapes: _Shapes,
-        requests: list[Request],
+        requests: Sequence[Request],
         programs: dict[int, Callable[[], None]],
+        rows: int | None,
         on_end: Callable[[], None],
     ):
-        self.shapes, self.requests = shapes, requests
-        self.first, self.there, self.entered = threading.Event(), set[int](), False
+        self.shapes, self.requests, self._rows = shapes, requests, rows
+        self.first, self._there, self.entered = threading.Event(), set[int](), False
         self.seconds, self.failure = 0.0, None
         self._programs, self._on_end = programs, on_end
         # No daemon: the interpreter must not end in the midst of the compiler.
         self.thread = threading.Thread(target=self._run, name="jaxshare-compiler")
         self.thread.start()
 
+    def lacks(self, num_rows: int) -> bool:
+        """Returns whether the program of so many rows is still to be compiled."""
+        return num_rows in self._programs and num_rows not in self._there
+
     @property
     def purpose(self) -> str:
-        """The options that the requests have, or else the blocks, for a message."""
+        """The options that the requests have, or else the rows or the blocks, for a message."""
+        if self._rows:
+            return f" for {self._rows} rows"
         if not self.requests:
             return f" for {self.shapes[1]} blocks of a row"
         names = sorted({name for each in self.requests for name in each.options})
@@ -153,7 +169,7 @@ class _CompilerJob:
         try:
             for num_rows, compile_program in self._programs.items():
                 compile_program()
-                self.there.add(num_rows)
+                self._there.add(num_rows)
                 self.first.set()
                 self._on_end()
         except Exception as error:
