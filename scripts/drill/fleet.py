@@ -193,9 +193,10 @@ def _running(cluster: _Cluster, address: str) -> Iterator[tuple[subprocess.Popen
         yield job, results
     finally:
         job.kill()
-        job.wait()
         timer.cancel()
         reader.join()
+        with job:  # which closes its pipes, and waits
+            pass
 
 
 def _throw(cluster: _Cluster, rng: random.Random, faults: list[Fault]) -> None:

@@ -19,6 +19,7 @@ from jaxshare.seeds import stream_seed
 from jaxshare.serving import Branch, Workers, generate
 from jaxshare.serving.agents import Runtime, agent, llm
 from jaxshare.serving.agents.backends import EngineModel
+from jaxshare.serving.branches.answering import CallAnswering
 from jaxshare.serving.branches.on_engine import complete_on
 from jaxshare.serving.branches.prompt_tree import Prompt
 from jaxshare.serving.engine import Completion, Engine, EngineError, QueueFullError, TooLongError
@@ -291,10 +292,13 @@ def _part_of_a_tree(engine: Engine, rng: random.Random) -> Seen:
     """The first completions of a tree; the others are cancelled."""
     start, ends, settings = _drawn_tree(rng)
     prompts = [Prompt(number, tuple(start + end), 2) for number, end in enumerate(ends)]
+    call = CallAnswering.of(engine.model, **settings, stop=None, include_stop=None)
+    answers = call.of_prompts(prompts, 0)
     taken = rng.randrange(1, 4)
 
     def first() -> list[Completion]:
-        with contextlib.closing(complete_on(engine, prompts, **settings)) as completions:
+        completing = complete_on(engine, prompts, answers=answers, top_logprobs=0, logprobs=True)
+        with contextlib.closing(completing) as completions:
             return [next(completions) for _ in range(taken)]
 
     done = _when_there_is_room(first)
@@ -309,16 +313,12 @@ class _Recorded:
     """An engine as agents see it, which remembers their calls."""
 
     def __init__(self, engine: Engine):
-        self.model, self._engine = engine.model, engine
+        self.model, self.metrics, self._engine = engine.model, engine.metrics, engine
         self.streams: list[tuple[list[int], dict[str, Any], Any]] = []
 
     def submit(self, prompt: Any, sampler: Any, **options: Any) -> Any:
         stream = _when_there_is_room(lambda: self._engine.submit(prompt, sampler, **options))
-        tokenizer: Any = self.model.tokenizer
-        tokens = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_dict=False
-        )
-        self.streams.append(([*tokens], {**options, "sampler": sampler}, stream))
+        self.streams.append(([*prompt], {**options, "sampler": sampler}, stream))
         return stream
 
 

@@ -103,10 +103,8 @@ def main() -> int:
     for g, group in enumerate(groups):
         for r, tokens in enumerate(group.outputs()):
             sampled += len(tokens)
-            print(
-                f"group {g}, row {r}: "
-                f"{model.tokenizer.decode(tokens) if model.tokenizer else tokens}"
-            )
+            text = model.tokenizer.decode(tokens) if model.tokenizer else tokens
+            print(f"group {g}, row {r}: {text!r}")
     print(f"{sampled} tokens in {seconds:.2f} s, compilation included", file=sys.stderr)
     return 0
 

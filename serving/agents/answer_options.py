@@ -32,10 +32,13 @@ class Options:
                 f"max_new_tokens is {self.max_new_tokens}; an answer has at least one token"
             )
         as_texts("stop", self.stop)
-        if self.adapter is not None and not isinstance(self.adapter, str):
-            raise TypeError(
-                f"adapter is {shown(self.adapter)}; it must be the name of one, or None"
-            )
+        check_adapter(self.adapter)
+
+
+def check_adapter(adapter: object) -> None:
+    """Raises a TypeError for what cannot be the name of an adapter, or None."""
+    if adapter is not None and not isinstance(adapter, str):
+        raise TypeError(f"adapter is {shown(adapter)}; it must be the name of one, or None")
 
 
 cached_options = functools.lru_cache(Options)

@@ -300,12 +300,13 @@ def _write(
 ) -> tuple[list[str], ValueError | None]:
     """Writes the trace and the pictures; the files written, and the error of one that failed."""
     written: list[str] = []
+    output = options.trace
     try:
         if options.trace:
             trace.save(options.trace)
             written.append(options.trace)
         if options.plots and trace.runs:
-            folder = Path(options.plots)
+            folder, output = Path(options.plots), options.plots
             pictures = {
                 "timeline.png": timeline_picture(trace),
                 "profile.png": profile_pictures.profile_picture(trace),
@@ -326,8 +327,8 @@ def _write(
                 written.append(str(folder / name))
     except OSError as error:
         return written, ValueError(
-            f"what the agents did cannot be written ({reason(error)}); give another place to --trace or "
-            "--plots"
+            f"what the agents did cannot be written to {output} ({reason(error)}); give another "
+            "place to --trace or --plots"
         )
     return written, None
 

@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit code 1, or 2 where the input of a job is refused.
     """
     garbage.collect_seldom()
+    garbage.leave_at_exit()
     given, args = split(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(given, argparse.Namespace(args=args))
     try:

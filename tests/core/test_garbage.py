@@ -1,6 +1,8 @@
 """How often Python looks for garbage: more seldom within blocks, and as before after them."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -56,3 +58,18 @@ def test_a_block_that_fails_restores():
     with pytest.raises(KeyError), seldom_collected():
         raise KeyError
     assert gc.get_threshold()[0] == 700
+
+
+def test_python_ends_without_looking_at_what_there_was():
+    program = """
+import atexit, gc
+from jaxshare.garbage import leave_at_exit
+atexit.register(lambda: print(gc.get_freeze_count()))
+leave_at_exit()
+leave_at_exit()
+kept = [[] for _ in range(10_000)]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) >= 10_000

@@ -219,7 +219,7 @@ def test_a_bad_problem_is_named_the_others_run_and_marks_can_be_made_again(tmp_p
     arguments = ["figure4", "--quick", "--task", str(task), "--samples", "2", "--budgets", "16"]
     out = ["--out", str(tmp_path / "out")]
     assert hogwild.main([*arguments, *out]) == 3
-    assert "line 2 of" in capsys.readouterr().err
+    assert "own.jsonl, line 2: " in capsys.readouterr().err
     report = json.loads((tmp_path / "out" / "figure4" / "result.json").read_text())
     for line in report["results"]["panels"][0]["lines"]:
         assert line["points"][0]["problems"] == 2 and line["bad_lines"][0]["line"] == 2

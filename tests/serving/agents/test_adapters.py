@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 
 import pytest
 
@@ -56,5 +57,7 @@ def test_journals_tell_it_apart_and_know_former_ones():
     assert plain.options == Options() and own.options.adapter == "a"
     assert len({summary(each) for each in (plain, own, other)}) == 3
     assert "adapter" not in repr(own.options)
-    with pytest.raises(TypeError, match="adapter is 3; it must be the name of one, or None"):
-        llm("x", adapter=3)
+    for wrong, shown in ((3, "3"), ({"a": 1}, "{'a': 1}")):
+        why = re.escape(f"adapter is {shown}; it must be the name of one, or None")
+        with pytest.raises(TypeError, match=why):
+            llm("x", adapter=wrong)

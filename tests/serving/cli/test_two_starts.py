@@ -85,7 +85,7 @@ def test_two_batch_jobs(folder, capsys):
     found = [json.loads(line) for line in Path("out").read_text().splitlines()]
     assert json.loads(Path("out.job").read_text())["settings"]["seed"] == 5 + winner
     assert main.main(shlex.split(f"{BATCH} --seed {6 - winner} --resume")) == 1
-    assert f"began with seed {5 + winner}, not {6 - winner}" in capsys.readouterr().err
+    assert f"began with --seed {5 + winner}, not {6 - winner}" in capsys.readouterr().err
     whole = BATCH.replace("--output out", "--output whole")
     assert main.main(shlex.split(f"{whole} --seed {5 + winner}")) == 0
     expected = [json.loads(line) for line in Path("whole").read_text().splitlines()]
