@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,30 @@ def is_served() -> bool:
     return not is_x86 or this_machine().features >= _X86
 
 
-def load(name: str, write: Callable[[], str], function: str) -> int:
-    """Returns the address of a function of a kernel, from the file that an earlier process left or
-    compiled now.
+HANDLER = "handler"
+"""The name of a kernel's function in its module."""
+
+
+def is_kept(name: str) -> bool:
+    """Returns whether an earlier process has left the code of a kernel."""
+    return _read(_file(name)) is not None
+
+
+def load(name: str, write: Callable[[], str]) -> int:
+    """Returns the address of a kernel, from the file that an earlier process left or compiled now.
 
     Args:
       name: of the kernel; kernels of one name are the same.
       write: the kernel's module, as LLVM's assembly.
-      function: its name in the module.
     """
+    ((address,), _) = load_all(name, write, [HANDLER], [])
+    return address
+
+
+def load_all(
+    name: str, write: Callable[[], str], functions: Sequence[str], variables: Sequence[str]
+) -> tuple[list[int], list[int]]:
+    """Returns the addresses of functions and of global variables of a module; see `load`."""
     file = _file(name)
     data = _read(file)
     if data is None:
@@ -57,7 +72,10 @@ def load(name: str, write: Callable[[], str], function: str) -> int:
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()
     _engines.append(engine)
-    return engine.get_function_address(function)
+    return (
+        [engine.get_function_address(each) for each in functions],
+        [engine.get_global_value_address(each) for each in variables],
+    )
 
 
 @functools.cache

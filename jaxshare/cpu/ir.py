@@ -349,6 +349,10 @@ class Code:
         """The address of a function, to be called by another one."""
         return self._pointer(function.function)
 
+    def address_of(self, variable: ir.GlobalVariable) -> Val:
+        """The address of a variable of the module."""
+        return self._pointer(variable)
+
     def _pointer(self, place: ir.Value) -> Val:
         # llvmlite keeps the type of what a pointer points to; LLVM has pointers of one type.
         pointer = self.b.gep(place, [ir.Constant(I64, 0)], source_etype=I8)

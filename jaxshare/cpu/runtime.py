@@ -6,15 +6,17 @@ which XLA keeps every version for a year. What they read of its structures is li
 
 import ctypes
 import functools
+import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 from llvmlite import ir
 
-from jaxshare.cpu.compiled import load, this_machine
+from jaxshare.cpu.compiled import HANDLER, is_kept, load, load_all, this_machine
 from jaxshare.cpu.ir import FORMATS, I32, I64, PTR, VOID, Code, Machine, Record, Val
 
 _VERSION = 0, 4
@@ -26,6 +28,7 @@ _METADATA, _MAJOR, _MINOR = 24, 24, 28
 _EXECUTE = 3
 
 
+_log = logging.getLogger("jaxshare.cpu")
 _lock = threading.Lock()
 _targets: set[str] = set()
 
@@ -89,36 +92,102 @@ Kernel = Callable[[Call], None]
 
 
 def register(name: str, kernel: Kernel) -> str:
-    """Compiles a kernel and registers it with XLA, once a process; returns the name of its target.
+    """Registers a kernel with XLA, once a process; returns the name of its target.
+
+    It is loaded if an earlier process has left it, and else compiled in a thread, while the program
+    that calls it is traced and compiled; its first call waits for that. The first one of a process is
+    compiled here, so that what LLVM cannot do on this machine is an error here.
 
     Args:
       name: of the kernel; kernels of one name are the same.
-      kernel: writes it.
+      kernel: writes it, and raises nothing.
     """
     target = f"jaxshare.{name}"
     with _lock:
         if target not in _targets:
-            address = load(name, functools.partial(_module, name, kernel), "handler")
+            load_it = functools.partial(load, name, functools.partial(_module, name, kernel))
+            at_once = not _targets or is_kept(name)
+            address = load_it() if at_once else _compiled_later(load_it)
             jax.ffi.register_ffi_target(target, _capsule(address), platform="cpu")
             _targets.add(target)
     return target
 
 
 def _module(name: str, kernel: Kernel) -> str:
-    module = ir.Module(name)
-    _write_handler(module, this_machine(), "handler", kernel)
+    module, machine = ir.Module(name), this_machine()
+    parallel = _write_parallel(module, machine)
+    _write_handler(module, machine, HANDLER, lambda c, frame: kernel(Call(c, frame, parallel)))
     return str(module)
 
 
+_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+
+
 def _capsule(address: int) -> Any:
-    return jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
+    return jax.ffi.pycapsule(_Handler(address))
+
+
+# Handlers of kernels that are being compiled.
+
+_STUBS = 32
+"""Stubs that are made at a time: in the midst of compiling LLVM would have to be waited for."""
+_compiler = ThreadPoolExecutor(1, thread_name_prefix="jaxshare-kernels")  # LLVM serves one thread
+_free_stubs: list[tuple[int, int]] = []  # addresses of handlers and of their places
+_NAP = 200
+"""Microseconds between two looks at a place."""
+
+
+def _compiled_later(load_it: Callable[[], int]) -> int:
+    """The address of a handler that runs another one, which is loaded in a thread.
+
+    No Python runs in its first call: an interrupt there would leave its results unwritten.
+    """
+    if not _free_stubs:
+        names = [(f"stub{i}", f"place{i}") for i in range(_STUBS)]
+        functions, places = zip(*names, strict=True)
+        found = load_all(f"stubs.{_STUBS}", _write_stubs, functions, places)
+        _free_stubs.extend(zip(*found, strict=True))
+    address, place = _free_stubs.pop()
+
+    def load_into_place() -> None:
+        try:
+            handler: int | None = load_it()
+        except BaseException:
+            # A program that has begun would go on with memory that nothing has written.
+            _log.critical(
+                "a CPU kernel cannot be compiled; calling it ends the process", exc_info=True
+            )
+            handler = ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value
+        ctypes.c_void_p.from_address(place).value = handler
+
+    _compiler.submit(load_into_place)
+    return address
+
+
+def _write_stubs() -> str:
+    module = ir.Module("stubs")
+    for i in range(_STUBS):
+        place: Any = ir.GlobalVariable(module, PTR, f"place{i}")
+        place.initializer = ir.Constant(PTR, None)
+
+        def wait_and_jump(code: Code, frame: Val, place: Any = place) -> None:
+            def handler() -> Val:
+                return code.load(code.address_of(place), PTR)
+
+            with code.loop_while(lambda: handler().equals(code.constant(None, PTR))):
+                code.external("usleep", I32, code.constant(_NAP, I32))
+            code.give(_call_at(code, handler(), PTR, frame))
+
+        _write_handler(module, this_machine(), f"stub{i}", wait_and_jump)
+    return str(module)
 
 
 # The code around kernels.
 
 
-def _write_handler(module: ir.Module, machine: Machine, name: str, kernel: Kernel) -> None:
-    parallel = _write_parallel(module, machine)
+def _write_handler(
+    module: ir.Module, machine: Machine, name: str, execute: Callable[[Code, Val], None]
+) -> None:
     code = Code(module, machine, name, [PTR], PTR, is_public=True)
     (frame,) = code.args
     no_error = code.constant(None, PTR)
@@ -129,7 +198,7 @@ def _write_handler(module: ir.Module, machine: Machine, name: str, kernel: Kerne
             code.store(code.constant(number, I32), metadata + at)
         code.give(no_error)
     with code.where(code.load_int(frame + _STAGE).equals(_EXECUTE)):
-        kernel(Call(code, frame, parallel))
+        execute(code, frame)
     code.give(no_error)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from jax import Array
 from llvmlite import ir
 
+from jaxshare.cpu.compiled import this_machine
 from jaxshare.cpu.ir import BF16, F16, F32, FORMATS, I8, I16, I32, Code, Val
 from jaxshare.quantised import FORMATS as CODE_FORMATS
 from jaxshare.quantised import QuantisedTensor
@@ -39,7 +40,8 @@ class Codes:
         """The way of a tensor.
 
         Raises:
-          NotImplementedError: no kernel is written for it.
+          NotImplementedError: no kernel is written for it, or this machine has no instruction to look
+            its numbers up.
         """
         whole = tensor.group == tensor.shape[-1] and tensor.code_format.bits == 8
         parts = (tensor.scales, tensor.zeros, tensor.offsets)
@@ -51,6 +53,8 @@ class Codes:
             or dtypes[2] not in floats | {""}
         ):
             raise NotImplementedError(f"it has no kernel for {' and '.join(filter(None, dtypes))}")
+        if tensor.code_format.table and not {"avx2", "avx512f"} & this_machine().features:
+            raise NotImplementedError("the machine cannot look numbers up")
         return cls(tensor.format, 0 if whole else tensor.group, *dtypes)
 
     @property
@@ -123,12 +127,6 @@ class Codes:
         return _SIZES[getattr(self, which)]
 
     # Numbers.
-
-    def check(self, code: Code) -> None:
-        """Raises NotImplementedError where the machine has no instruction to look numbers up."""
-        looks_up = {"avx2", "avx512f"} & code.machine.features
-        if CODE_FORMATS[self.format].table and not looks_up:
-            raise NotImplementedError("the machine cannot look numbers up")
 
     def numbers(self, code: Code, codes: Val) -> list[Val]:
         """The numbers of a vector of bytes in float32, divided by `factor`: of four bits those in the

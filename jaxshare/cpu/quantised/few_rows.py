@@ -68,7 +68,6 @@ class Dots:
     """
 
     def __init__(self, code: Code, codes: Codes, kind: ir.Type, matrix: Any, width: Val):
-        codes.check(code)
         self._code, self._codes, self._kind = code, codes, kind
         self._matrix, self._width = matrix, width
         lanes, halves = code.machine.lanes, codes.bits == 4

@@ -92,7 +92,6 @@ class Strips:
     def __init__(
         self, code: Code, codes: Codes, width: Val, result: ir.Type, *, same_order: bool = False
     ):
-        codes.check(code)
         self._same_order = same_order
         self._code, self._width, self._result = code, width, result
         self._lines = Lines(code, codes, TILE_BYTES)

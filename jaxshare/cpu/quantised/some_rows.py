@@ -33,7 +33,6 @@ def write_some_rows(matrices: Sequence[Codes], dtype: str, result: str, call: Ca
 def _write_outputs(call: Call, codes: Codes, result: ir.Type) -> Code:
     """outputs(work, matrix, first): the results of all rows at a piece of outputs."""
     code = Code(call.module, call.machine, f"outputs_{codes.name}", [PTR, PTR, I64])
-    codes.check(code)
     work, place, first = code.args
     w, matrix = WORK.read_all(code, work), MATRIX.read_all(code, place)
     stride = (w.width + (DEPTH - 1)) // DEPTH * (DEPTH * BYTES[BF16])

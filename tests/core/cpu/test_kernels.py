@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -47,15 +48,23 @@ def _count_up(call: runtime.Call) -> None:
     call.parallel(task, call.result(0), call.size(0, 0))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
-def test_every_piece_of_work_is_done_once(count):
-    target = runtime.register("test.count_up", _count_up)
+def _check_count_up(target: str, count: int) -> None:
     with jax.enable_x64(True):
         x = jnp.arange(count, dtype="int64")
         result = jax.ShapeDtypeStruct(x.shape, x.dtype)
         run = jax.jit(lambda x: jax.ffi.ffi_call(target, result)(x))
         for _ in range(20):
             np.testing.assert_array_equal(run(x), np.arange(count) + 1)
+
+
+def _until_compiled() -> None:
+    """Waits for the kernels that were registered so far."""
+    runtime._compiler.submit(lambda: None).result()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
+def test_every_piece_of_work_is_done_once(count):
+    _check_count_up(runtime.register("test.count_up", _count_up), count)
 
 
 def test_calls_from_many_threads():
@@ -87,6 +96,7 @@ def test_a_kernel_is_compiled_once():
         made.append(call)
 
     assert runtime.register("test.once", write) == runtime.register("test.once", write)
+    _until_compiled()
     assert len(made) == 1
 
 
@@ -176,7 +186,7 @@ def _address(name: str, written: list[str]) -> int:
         written.append(name)
         return runtime._module(name, _count_up)
 
-    return compiled.load(name, write, "handler")
+    return compiled.load(name, write)
 
 
 def test_the_code_of_a_kernel_is_kept(kernels_folder):
@@ -214,6 +224,78 @@ def test_without_a_folder_code_is_not_kept(folder):
     for _ in range(2):
         assert _address("test.nowhere", written)
     assert len(written) == 2
+
+
+_IN_A_THREAD = """
+import os, signal, sys, threading, numpy as np, jax
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+from jaxshare.cpu import available, compiled, runtime
+from jaxshare.cpu.matrices.call import cpu_products
+assert available()
+waits, threads, load = threading.Event(), [], runtime.load
+
+def slow(name, write):
+    threads.append(threading.current_thread().name)
+    assert waits.wait(60)
+    if "fails" in sys.argv:
+        raise MemoryError("none left")
+    return load(name, write)
+
+runtime.load = slow
+x, kernel = np.ones((3, 32), "f4"), np.arange(2048, dtype="f4").reshape(64, 32)
+multiply = jax.jit(lambda x, kernel: cpu_products(x, [kernel, kernel], "float32")[1])
+if "kept" in sys.argv:
+    waits.set()
+program = multiply.lower(x, kernel).compile()  # which does not wait
+threading.Timer(0.6, waits.set).start()
+if "interrupted" in sys.argv:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    program(x, kernel).block_until_ready()
+    threading.Event().wait(5 if "interrupted" in sys.argv else 0)
+except KeyboardInterrupt:
+    print("interrupted")
+for _ in range(3):
+    np.testing.assert_allclose(program(x, kernel), x @ kernel.T, rtol=1e-5)
+print(threads)
+"""
+
+
+def _in_a_thread(folder, *how: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _IN_A_THREAD, str(folder), *how],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def test_a_kernel_is_compiled_in_a_thread_and_its_first_call_waits(tmp_path):
+    done = _in_a_thread(tmp_path)
+    assert done.stdout == "['jaxshare-kernels_0']\n", done.stderr
+    done = _in_a_thread(tmp_path, "kept")  # which this process loads
+    assert done.stdout == "['MainThread']\n", done.stderr
+
+
+def test_a_program_ends_where_a_kernel_that_it_needs_cannot_be_compiled(tmp_path):
+    done = _in_a_thread(tmp_path, "fails")
+    assert done.returncode == -signal.SIGABRT and not done.stdout
+    assert "a CPU kernel cannot be compiled; " in done.stderr and "none left" in done.stderr
+
+
+def test_an_interrupt_waits_for_the_first_call(tmp_path):
+    done = _in_a_thread(tmp_path, "interrupted")
+    assert done.stdout == "interrupted\n['jaxshare-kernels_0']\n", done.stderr
+
+
+def test_more_kernels_than_there_are_stubs_for_are_compiled(monkeypatch):
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(runtime, "_free_stubs", [])
+    monkeypatch.setattr(runtime, "_STUBS", 2)
+    for target in [runtime.register(f"test.stubs.{i}", _count_up) for i in range(5)]:
+        _check_count_up(target, 3)
 
 
 _PROCESS = {"malloc", "free", "memset", "memcpy", "log2f"}

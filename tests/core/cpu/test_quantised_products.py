@@ -1,5 +1,6 @@
 """Products with quantised matrices against float64 NumPy with their dequantised numbers."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -22,7 +23,7 @@ from jaxshare.cpu.amx import FEATURES as AMX
 from jaxshare.cpu.compiled import this_machine
 from jaxshare.cpu.experts.call import cpu_expert_products
 from jaxshare.cpu.machine import Machine
-from jaxshare.cpu.quantised import call
+from jaxshare.cpu.quantised import call, codes
 from jaxshare.cpu.quantised.call import cpu_quantised_products
 from jaxshare.cpu.quantised.lines import serves
 
@@ -83,6 +84,21 @@ def random_matrix(
         rng.permutation(shape[-1]) if order else None,
         format=format,
     )
+
+
+@pytest.mark.parametrize(
+    ("format", "is_served"), [("nf4", False), ("mxfp4", False), ("int4", True)]
+)
+def test_machines_that_cannot_look_numbers_up_leave_formats_with_tables_to_xla(
+    monkeypatch, format, is_served
+):
+    machine = Machine(4, 32, frozenset({"neon"}))
+    monkeypatch.setattr(codes, "this_machine", lambda: machine)
+    matrix = random_matrix((8, 64), format, 32)
+    with (
+        contextlib.nullcontext() if is_served else pytest.raises(NotImplementedError, match="look")
+    ):
+        codes.Codes.of(matrix)
 
 
 def rows_of(count: int, width: int, dtype: str) -> jax.Array:
