@@ -42,9 +42,9 @@ class ProgramsAhead:
 
     @property
     def compiling(self) -> bool:
-        """True while requests wait for a program."""
-        job = self._job
-        return job is not None and bool(job.requests) and not job.first.is_set()
+        """True until the first of the programs is there that are being compiled; requests that need
+        another one wait as well."""
+        return self._job is not None and not self._job.first.is_set()
 
     def holds(self, request: Request, queue: Iterable[Request]) -> bool:
         """Returns whether a waiting request has to wait for a program; begins to compile it.

@@ -3,12 +3,13 @@
 import contextlib
 import logging
 import threading
+import time
 
 import pytest
 from jax import monitoring
 
 from jaxshare import FinishReason, Grammar, Sampler, register_logits_processor
-from jaxshare.serving.engine import Engine, decode_rows
+from jaxshare.serving.engine import Engine, decode_rows, row_programs
 from jaxshare.sharding import make_mesh
 from tests.helpers import mostly_slow, one_layer
 
@@ -210,3 +211,22 @@ def test_the_program_for_long_paths_is_there_before_any_needs_it(rows, caplog):
             expected = alone.submit(prompt, WARM, max_new_tokens=6, seed=turn).wait(PATIENCE)
             assert expected.tokens == found
     assert "compiling the decode loop for 16 blocks of a row; other requests go on" in caplog.text
+
+
+def test_one_that_needs_another_program_waits_at_rest_for_one_that_is_compiled(
+    gate, alone, monkeypatch
+):
+    monkeypatch.setattr(row_programs, "_MISSED", 2)
+    options = OPTIONS["counts"]
+    expected, steps = submit(alone, **options).wait(), list[int]()
+    with Engine(MODEL, max_rows=9, passes=4) as engine:
+        scheduler = engine._scheduler
+        step = scheduler.step
+        submit(engine).wait()
+        assert scheduler.ahead and scheduler.ahead.compiling  # for fewer rows
+        monkeypatch.setattr(scheduler, "step", lambda *given: steps.append(1) or step(*given))
+        new = submit(engine, **options)
+        time.sleep(0.5)
+        assert new._state.output is None and len(steps) < 30
+        gate.set()
+        assert new.wait(PATIENCE).tokens == expected.tokens
