@@ -107,6 +107,13 @@ def as_timeout(name: str, value: Any) -> float | None:
     return min(as_float(name, value), threading.TIMEOUT_MAX)
 
 
+def as_adapter_name(value: Any) -> str | None:
+    """Returns the name of an adapter, or None; raises TypeError for anything else."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"adapter is {shown(value)}; it must be the name of one, or None")
+    return value
+
+
 def _check_bounds(
     name: str, number: float, least: float | None, most: float | None, why: str
 ) -> None:

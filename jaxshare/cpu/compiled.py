@@ -39,35 +39,27 @@ def is_served() -> bool:
     return not is_x86 or this_machine().features >= _X86
 
 
-HANDLER = "handler"
-"""The name of a kernel's function in its module."""
+def kept(name: str) -> bytes | None:
+    """The code of a kernel that an earlier process has left; None without."""
+    return _read(_file(name))
 
 
-def is_kept(name: str) -> bool:
-    """Returns whether an earlier process has left the code of a kernel."""
-    return _read(_file(name)) is not None
-
-
-def load(name: str, write: Callable[[], str]) -> int:
-    """Returns the address of a kernel, from the file that an earlier process left or compiled now.
+def made(name: str, write: Callable[[], str]) -> bytes:
+    """Compiles a kernel, and leaves its code for later processes.
 
     Args:
       name: of the kernel; kernels of one name are the same.
       write: the kernel's module, as LLVM's assembly.
     """
-    ((address,), _) = load_all(name, write, [HANDLER], [])
-    return address
+    data = _compile(write())
+    _keep(_file(name), data)
+    return data
 
 
-def load_all(
-    name: str, write: Callable[[], str], functions: Sequence[str], variables: Sequence[str]
+def load(
+    data: bytes, functions: Sequence[str], variables: Sequence[str] = ()
 ) -> tuple[list[int], list[int]]:
-    """Returns the addresses of functions and of global variables of a module; see `load`."""
-    file = _file(name)
-    data = _read(file)
-    if data is None:
-        data = _compile(write())
-        _keep(file, data)
+    """Loads code; returns the addresses of functions and of global variables of its module."""
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()

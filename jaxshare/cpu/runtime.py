@@ -16,7 +16,7 @@ import jax
 from jax.typing import DTypeLike
 from llvmlite import ir
 
-from jaxshare.cpu.compiled import HANDLER, is_kept, load, load_all, this_machine
+from jaxshare.cpu.compiled import kept, load, made, this_machine
 from jaxshare.cpu.ir import FORMATS, I32, I64, PTR, VOID, Code, Machine, Record, Val
 
 _VERSION = 0, 4
@@ -26,6 +26,8 @@ _DATA, _DIMS, _SCHEDULE, _NUM_THREADS = 24, 40, 136, 144
 # Of the metadata in an extension, and of the version in the metadata.
 _METADATA, _MAJOR, _MINOR = 24, 24, 28
 _EXECUTE = 3
+_HANDLER = "handler"
+"""The name of a kernel's function in its module."""
 
 
 _log = logging.getLogger("jaxshare.cpu")
@@ -105,9 +107,13 @@ def register(name: str, kernel: Kernel) -> str:
     target = f"jaxshare.{name}"
     with _lock:
         if target not in _targets:
-            load_it = functools.partial(load, name, functools.partial(_module, name, kernel))
-            at_once = not _targets or is_kept(name)
-            address = load_it() if at_once else _compiled_later(load_it)
+            make, code = (
+                functools.partial(made, name, functools.partial(_module, name, kernel)),
+                kept(name),
+            )
+            if code is None and not _targets:
+                code = make()
+            address = _compiled_later(make) if code is None else _loaded(code)
             jax.ffi.register_ffi_target(target, _capsule(address), platform="cpu")
             _targets.add(target)
     return target
@@ -116,15 +122,17 @@ def register(name: str, kernel: Kernel) -> str:
 def _module(name: str, kernel: Kernel) -> str:
     module, machine = ir.Module(name), this_machine()
     parallel = _write_parallel(module, machine)
-    _write_handler(module, machine, HANDLER, lambda c, frame: kernel(Call(c, frame, parallel)))
+    _write_handler(module, machine, _HANDLER, lambda c, frame: kernel(Call(c, frame, parallel)))
     return str(module)
 
 
-_Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+def _loaded(code: bytes) -> int:
+    ((address,), _) = load(code, [_HANDLER])
+    return address
 
 
 def _capsule(address: int) -> Any:
-    return jax.ffi.pycapsule(_Handler(address))
+    return jax.ffi.pycapsule(ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address))
 
 
 # Handlers of kernels that are being compiled.
@@ -137,21 +145,21 @@ _NAP = 200
 """Microseconds between two looks at a place."""
 
 
-def _compiled_later(load_it: Callable[[], int]) -> int:
-    """The address of a handler that runs another one, which is loaded in a thread.
+def _compiled_later(make: Callable[[], bytes]) -> int:
+    """The address of a handler that runs another one, whose code is made in a thread.
 
     No Python runs in its first call: an interrupt there would leave its results unwritten.
     """
     if not _free_stubs:
-        names = [(f"stub{i}", f"place{i}") for i in range(_STUBS)]
-        functions, places = zip(*names, strict=True)
-        found = load_all(f"stubs.{_STUBS}", _write_stubs, functions, places)
+        name, numbers = f"stubs.{_STUBS}", range(_STUBS)
+        code = kept(name) or made(name, _write_stubs)
+        found = load(code, [f"stub{i}" for i in numbers], [f"place{i}" for i in numbers])
         _free_stubs.extend(zip(*found, strict=True))
     address, place = _free_stubs.pop()
 
     def load_into_place() -> None:
         try:
-            handler: int | None = load_it()
+            handler: int | None = _loaded(make())
         except BaseException:
             # A program that has begun would go on with memory that nothing has written.
             _log.critical(

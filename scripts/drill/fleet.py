@@ -176,27 +176,25 @@ _FAULTS: tuple[Fault, ...] = (
 @contextlib.contextmanager
 def _running(cluster: _Cluster, address: str) -> Iterator[tuple[subprocess.Popen[str], list]]:
     """A job in a process of its own, and its results so far; it is ended when it takes too long."""
-    job = _start(cluster.mark, cluster.token, "pool", address)
     results: list = []
+    with _start(cluster.mark, cluster.token, "pool", address) as job:  # which closes its pipes
 
-    def read() -> None:
-        assert job.stdout
-        for line in job.stdout:
-            with contextlib.suppress(json.JSONDecodeError):
-                results.append(json.loads(line))
+        def read() -> None:
+            assert job.stdout
+            for line in job.stdout:
+                with contextlib.suppress(json.JSONDecodeError):
+                    results.append(json.loads(line))
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    timer = threading.Timer(_LONGEST, job.kill)
-    timer.start()
-    try:
-        yield job, results
-    finally:
-        job.kill()
-        timer.cancel()
-        reader.join()
-        with job:  # which closes its pipes, and waits
-            pass
+        reader = threading.Thread(target=read)
+        reader.start()
+        timer = threading.Timer(_LONGEST, job.kill)
+        timer.start()
+        try:
+            yield job, results
+        finally:
+            job.kill()
+            timer.cancel()
+            reader.join()
 
 
 def _throw(cluster: _Cluster, rng: random.Random, faults: list[Fault]) -> None:

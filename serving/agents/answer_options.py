@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jaxshare.argument_checks import as_texts, shown
+from jaxshare.argument_checks import as_adapter_name, as_texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,7 @@ class Options:
                 f"max_new_tokens is {self.max_new_tokens}; an answer has at least one token"
             )
         as_texts("stop", self.stop)
-        check_adapter(self.adapter)
-
-
-def check_adapter(adapter: object) -> None:
-    """Raises a TypeError for what cannot be the name of an adapter, or None."""
-    if adapter is not None and not isinstance(adapter, str):
-        raise TypeError(f"adapter is {shown(adapter)}; it must be the name of one, or None")
+        as_adapter_name(self.adapter)
 
 
 cached_options = functools.lru_cache(Options)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxshare import Grammar
-from jaxshare.argument_checks import as_float, as_integer, as_texts, shown
+from jaxshare.argument_checks import as_adapter_name, as_float, as_integer, as_texts, shown
 from jaxshare.deprecated import renamed
-from jaxshare.serving.agents.answer_options import Options, cached_options, check_adapter
+from jaxshare.serving.agents.answer_options import Options, cached_options
 from jaxshare.serving.agents.dialogue import Message, as_messages
 from jaxshare.serving.agents.message_list import DialoguePlace, MessageList, place_in
 from jaxshare.serving.agents.result_sizes import MOST_BYTES, MOST_CHARACTERS
@@ -269,8 +269,9 @@ def _options(max_new_tokens: Any, sampling: Mapping[str, Any], stop: Any, adapte
         for name, value in sampling.items()
     }
     limit = None if max_new_tokens is None else as_integer("max_new_tokens", max_new_tokens, 1)
-    check_adapter(adapter)  # here, since what cannot be hashed cannot be cached
-    return cached_options(limit, **found, stop=as_texts("stop", stop), adapter=adapter)
+    # What cannot be hashed is refused before it is looked up.
+    named = {"stop": as_texts("stop", stop), "adapter": as_adapter_name(adapter)}
+    return cached_options(limit, **found, **named)
 
 
 _LIMITS = (8, MOST_CHARACTERS)

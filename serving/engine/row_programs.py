@@ -38,6 +38,7 @@ class RowPrograms:
         self._compiled = collections.defaultdict[Hashable, set[int]](set)
         self._shapes: Hashable = None
         self._missed = collections.Counter[int]()  # with these shapes
+        self._asked = set[tuple[Hashable, int]]()
 
     def warm_up(self) -> None:
         """Lets the smallest program run from now on."""
@@ -57,7 +58,7 @@ class RowPrograms:
             self._shapes, self._missed = shapes, collections.Counter()
         best = next(count for count in self._counts if count >= used)
         chosen = next(count for count in self.there(shapes) if count >= used)
-        if best < chosen:
+        if best < chosen and (shapes, best) not in self._asked:
             self._missed[best] += 1
         return chosen
 
@@ -67,5 +68,6 @@ class RowPrograms:
         count, missed = max(self._missed.items(), key=lambda each: each[1], default=(0, 0))
         if missed < _MISSED or jax.default_backend() != "cpu":
             return None
-        self._missed[count] = -(2**62)
+        del self._missed[count]
+        self._asked.add((self._shapes, count))
         return count

@@ -10,7 +10,14 @@ import numpy as np
 
 from jaxshare import Sampler
 from jaxshare.arena import ALIGNMENT, arena_size
-from jaxshare.argument_checks import INT32_MAX, INT64_MAX, as_integer, as_list, shown
+from jaxshare.argument_checks import (
+    INT32_MAX,
+    INT64_MAX,
+    as_adapter_name,
+    as_integer,
+    as_list,
+    shown,
+)
 from jaxshare.decoding.logprobs import BOTH, PROCESSED, as_logprobs
 from jaxshare.models import LoadedModel
 from jaxshare.seeds import stream_seed
@@ -335,13 +342,6 @@ class RequestOptions:
                 f"{name} cannot be had with resample, which samples again from distributions that "
                 "the Logits Cache has kept; leave one of them out"
             )
-
-
-def as_adapter_name(given: Any) -> str | None:
-    """Returns the name of an adapter, or None; raises TypeError for anything else."""
-    if given is not None and not isinstance(given, str):
-        raise TypeError(f"adapter is {shown(given)}; it must be the name of one, or None")
-    return given
 
 
 def samples_of_prompt(sampler: Sampler, n: Any, best_of: Any, resample: str | None) -> Samples:

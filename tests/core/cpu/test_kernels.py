@@ -186,7 +186,8 @@ def _address(name: str, written: list[str]) -> int:
         written.append(name)
         return runtime._module(name, _count_up)
 
-    return compiled.load(name, write)
+    code = compiled.kept(name) or compiled.made(name, write)
+    return runtime._loaded(code)
 
 
 def test_the_code_of_a_kernel_is_kept(kernels_folder):
@@ -229,19 +230,19 @@ def test_without_a_folder_code_is_not_kept(folder):
 _IN_A_THREAD = """
 import os, signal, sys, threading, numpy as np, jax
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-from jaxshare.cpu import available, compiled, runtime
+from jaxshare.cpu import available, runtime
 from jaxshare.cpu.matrices.call import cpu_products
 assert available()
-waits, threads, load = threading.Event(), [], runtime.load
+waits, threads, load = threading.Event(), [], runtime._loaded
 
-def slow(name, write):
+def slow(code):
     threads.append(threading.current_thread().name)
     assert waits.wait(60)
     if "fails" in sys.argv:
         raise MemoryError("none left")
-    return load(name, write)
+    return load(code)
 
-runtime.load = slow
+runtime._loaded = slow
 x, kernel = np.ones((3, 32), "f4"), np.arange(2048, dtype="f4").reshape(64, 32)
 multiply = jax.jit(lambda x, kernel: cpu_products(x, [kernel, kernel], "float32")[1])
 if "kept" in sys.argv:
