@@ -112,7 +112,10 @@ def _nothing(_):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What imports and collection make stays to the end: no garbage is looked for among it."""
+    """What imports and collection make stays to the end: no garbage is looked for among it, and
+    seldom among what tests make."""
+    from jaxshare.garbage import collect_seldom
+
     # The first test of Hypothesis registers a generator, which it looks for among the collector's
     # objects: from Python 3.14 on it does not find it where they are frozen.
     _nothing()
@@ -121,6 +124,7 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
+        collect_seldom()
         gc.enable()
 
 

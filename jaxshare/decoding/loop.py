@@ -8,7 +8,7 @@ decoding are one mechanism.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -200,49 +200,56 @@ def _run(
 ) -> DecodeState:
     """The state after passes, as many as `_limits` allow."""
     running_before, last, max_idle = state.running, state.passes + limits[0], limits[1]
-    sessions = Sessions.of(state.session)
+    sessions = Sessions(state.session)
 
-    def finished(state: DecodeState) -> Array:
-        return running_before & ~state.running
+    def fed(state: DecodeState, ready: Array) -> DecodeState:
+        return _fed(model, params, state, ready, sessions, width, pieces)
 
-    def waiting(state: DecodeState) -> Array:
-        """bool[R]: the rows of sessions that go on once the host has acted."""
-        halted = state.halts & sessions.any(finished(state))
-        return halted | (state.clock >= state.last_pass)
-
-    def able(state: DecodeState) -> Array:
-        """bool[R]: the rows that can take part in a pass."""
-        return state.running & _has_room(state) & ~waiting(state)
-
-    def idled(state: DecodeState, idle: Array) -> Array:
-        """The passes that rows will have idled after the next one, int32[]."""
-        idle_rows = (running_before & waiting(state)) | (finished(state) & (limits[2] > 0))
-        return idle + jnp.sum(idle_rows, dtype=jnp.int32)
-
-    def goes_on(state: DecodeState, idle: Array) -> Array:
+    def sampled(state: DecodeState, idle: Array) -> _Carry:
+        state = _sample(state, sessions)
+        finished = running_before & ~state.running
+        # rows of sessions that go on once the host has acted
+        waiting = (state.halts & sessions.any(finished)) | (state.clock >= state.last_pass)
+        ready = state.running & _has_room(state) & ~waiting
+        idles = (running_before & waiting) | (finished & (limits[2] > 0))
+        idle = idle + jnp.sum(idles, dtype=jnp.int32)
         # Where no row idles, it is 0.
-        return (state.passes < last) & (idled(state, idle) <= max_idle) & jnp.any(able(state))
-
-    def fed(state: DecodeState) -> DecodeState:
-        return _fed(model, params, state, able(state), sessions, width, pieces)
+        goes_on = (state.passes < last) & (idle <= max_idle) & jnp.any(ready)
+        return _Carry(state, idle, ready, goes_on)
 
     none = jnp.zeros((), jnp.int32)
     if current_device() is not None:
         return jax.lax.while_loop(
-            lambda c: goes_on(*c),
-            lambda c: (_sample(fed(c[0]), sessions), idled(*c)),
-            (_sample(state, sessions), none),
-        )[0]
+            lambda c: c.goes_on,
+            lambda c: sampled(fed(c.state, c.ready), c.idle),
+            sampled(state, none),
+        ).state
 
     # A first step that only samples takes a loop more in each, for which a GPU would wait for its
     # host; here sampling is compiled once for that.
-    def step(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
-        state, idle, started = carry
-        idle = jnp.where(started, idled(state, idle), none)
-        return _sample(_apply_if(started, state, fed), sessions), idle, jnp.ones((), bool)
+    def step(carry: _Carry) -> _Carry:
+        ready = carry.ready
+        state = _apply_if(jnp.any(ready), carry.state, lambda state: fed(state, ready))
+        return sampled(state, carry.idle)
 
-    begin = state, none, jnp.zeros((), bool)
-    return jax.lax.while_loop(lambda c: ~c[2] | goes_on(*c[:2]), step, begin)[0]
+    begin = _Carry(state, none, jnp.zeros_like(running_before), jnp.ones((), bool))
+    return jax.lax.while_loop(lambda c: c.goes_on, step, begin).state
+
+
+class _Carry(NamedTuple):
+    """The state between two passes.
+
+    Attributes:
+      state: after sampling.
+      idle: int32[], the passes that rows will have idled after the next one.
+      ready: bool[R], the rows that can take part in it.
+      goes_on: bool[], whether there is to be one.
+    """
+
+    state: DecodeState
+    idle: Array
+    ready: Array
+    goes_on: Array
 
 
 def _fed(

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -13,49 +12,44 @@ from jaxshare.layout import is_concrete
 
 
 class Sessions(NamedTuple):
-    """The sessions of R rows, sorted once a dispatch. A row of no session is one by itself.
+    """The sessions of R rows. A row of no session is one by itself.
+
+    All rows are compared with all: for a thousand of them that takes a CPU some ten microseconds, and
+    one kernel. Sorted rows and sums by segments would take several, each of which has to be compiled
+    and launched.
 
     Attributes:
       first: int32[R], the first row of each row's session.
-      order: int32[R], the rows, those of a session one after the other.
-      place: int32[R], where each row is in `order`; start: where its session starts there.
     """
 
     first: Array
-    order: Array
-    place: Array
-    start: Array
-
-    @classmethod
-    def of(cls, first: Int32[Array, " R"]) -> "Sessions":
-        """Sorts rows by the first row of their session."""
-        order = jnp.argsort(first, stable=True).astype(jnp.int32)
-        row = jnp.arange(first.shape[0], dtype=jnp.int32)
-        place = jnp.zeros_like(row).at[order].set(row)
-        return cls(first, order, place, place[first])
 
     def total(self, counts: Int[Array, " R"]) -> Int[Array, " R"]:
         """The sum over each row's session."""
-        return jax.ops.segment_sum(counts, self.first, self.first.shape[0])[self.first]
+        return _sum_where(self._same, counts)
 
     def any(self, marked: Bool[Array, " R"]) -> Bool[Array, " R"]:
         """Marks all rows of the sessions that have a marked one."""
-        return self.total(marked.astype(jnp.int32)) > 0
+        return jnp.any(self._same & marked[:, None], axis=0)
 
     def before(self, marked: Bool[Array, " R"]) -> Int[Array, " R"]:
         """The marked rows of the same session that come before each row."""
-        earlier = self._earlier(marked)
-        return earlier[self.place] - earlier[self.start]
+        row = jnp.arange(self.first.shape[0])
+        return _sum_where(self._same & (row[:, None] < row), marked)
 
     def first_that_fit(self, counts: Int[Array, " R"], room: int) -> Bool[Array, " R"]:
         """Marks the rows of the first sessions whose counts are at most `room` together."""
-        end = self._earlier(counts)[self.start] + self.total(counts)
-        return end <= room
+        return _sum_where(self.first[:, None] <= self.first, counts) <= room
 
-    def _earlier(self, counts: Array) -> Array:
-        """int32[R], by place in `order`: the sum of what comes before it."""
-        ordered = counts[self.order].astype(jnp.int32)
-        return jnp.cumsum(ordered, dtype=jnp.int32) - ordered
+    @property
+    def _same(self) -> Array:
+        """bool[R, R], whether two rows are of one session."""
+        return self.first[:, None] == self.first
+
+
+def _sum_where(related: Array, counts: Array) -> Array:
+    """int32[R], the sum of the counts of the rows that are related to each: related[other, row]."""
+    return jnp.sum(jnp.where(related, counts.astype(jnp.int32)[:, None], 0), axis=0)
 
 
 def first_rows(ends: Int32[Array | np.ndarray, " R"]) -> Int32[Array | np.ndarray, " R"]:

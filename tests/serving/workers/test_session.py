@@ -110,16 +110,17 @@ def plain_run(
     rows = [layout.sees[name] for name in names]
 
     def forward(tokens: list[list[int]], rows: Sequence[Sequence[str]]) -> np.ndarray:
-        """One program for all: 16 tokens at a time."""
+        """One program for 16 tokens at a time, and one for a token of each row."""
         nonlocal cache
+        width = 16 if max(map(len, tokens)) > 1 else 1
         numbers = Layout.from_blocks(
             [[blocks.index(b) for b in row] for row in rows], num_rows=3, width=6
         )
-        for begin in range(0, max(map(len, tokens)), 16):
-            padded, count = np.zeros((3, 16), np.int32), [0] * 3
+        for begin in range(0, max(map(len, tokens)), width):
+            padded, count = np.zeros((3, width), np.int32), [0] * 3
             for r, row in enumerate(tokens):
-                count[r] = len(row[begin : begin + 16])
-                padded[r, : count[r]] = row[begin : begin + 16]
+                count[r] = len(row[begin : begin + width])
+                padded[r, : count[r]] = row[begin : begin + width]
             logits, cache = layers.forward(
                 loaded.config,
                 loaded.params,
