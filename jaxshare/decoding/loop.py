@@ -200,7 +200,8 @@ def _run(
 ) -> DecodeState:
     """The state after passes, as many as `_limits` allow."""
     running_before, last, max_idle = state.running, state.passes + limits[0], limits[1]
-    sessions = Sessions(state.session)
+    # Steps without places are of no session. Of such rows there may be thousands.
+    sessions = Sessions(state.session if state.steps.marks.shape[1] else None)
 
     def fed(state: DecodeState, ready: Array) -> DecodeState:
         return _fed(model, params, state, ready, sessions, width, pieces)

@@ -428,7 +428,7 @@ def _move(
         row = jnp.argmax(to_do)
         source, target = written[row], targets[row]
         fits = cache.lengths[target] + cache.lengths[source] <= cache.capacities[target]
-        stays = ~fits & to_do & (sessions.first == sessions.first[row])
+        stays = ~fits & to_do & sessions.any(rows == row)
         return cache.move(source, target, fits), to_do & (rows != row) & ~stays, left | stays
 
     state = cache, moves, jnp.zeros_like(moves)

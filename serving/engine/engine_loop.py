@@ -95,7 +95,9 @@ class EngineLoop:
         """Refuses a request where the queue is full, or waits where processes could differ."""
 
         def waiting() -> int:
-            return len(self._submitted) + len(self._scheduler.queue)
+            # The cancelled ones leave with the next step, for which a program may be compiled.
+            submitted = sum(not request.cancel_wanted for request in self._submitted)
+            return submitted + len(self._scheduler.queue)
 
         if self._leases.shared and self._leases.decides:
             self._changed.wait_for(lambda: self._closed or waiting() < max_queue)

@@ -52,7 +52,7 @@ def test_a_server_withstands_each_kind_of_client(server, kind):
         try:
             kind(port_of(server), random.Random(seed))
         except http_clients.Refused as refused:
-            assert "as many requests wait as may" in str(refused)
+            assert "requests wait already, as many as may" in str(refused)
     until(lambda: server.service.num_running == 0 and server.service.is_idle)
     http_clients.right(port_of(server), random.Random(9))
 

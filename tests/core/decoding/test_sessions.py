@@ -41,7 +41,12 @@ def sessions_of_rows(draw):
 @hypothesis.given(sessions_of_rows(), st.integers(1, 30))
 def test_sums_and_ranks_are_those_of_python(drawn, room):
     first, marked = drawn
-    sessions = Sessions(jnp.asarray(first))
+    check_sums_and_ranks(Sessions(jnp.asarray(first)), first, marked, room)
+    alone = np.arange(len(first), dtype=np.int32)
+    check_sums_and_ranks(Sessions(None), alone, marked, room)
+
+
+def check_sums_and_ranks(sessions, first, marked, room):
     members = {f: [r for r in range(len(first)) if first[r] == f] for f in sorted({*first})}
     expected_any = [any(marked[m] for m in members[f]) for f in first]
     before = [sum(marked[m] for m in members[f] if m < r) for r, f in enumerate(first)]

@@ -703,6 +703,8 @@ def test_what_cannot_be_is_refused_at_once(speaking):
         engine.submit([5], max_new_tokens=5)
     for stream in streams:
         stream.cancel()
+    streams.append(engine.submit([5], max_new_tokens=5))  # what is cancelled does not wait
+    streams[-1].cancel()
     while engine._step():
         pass
     assert all(done(stream).finish_reason is FinishReason.CANCELLED for stream in streams)
