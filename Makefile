@@ -239,7 +239,7 @@ $(OTHERS_ENV): pyproject.toml .venv-others/bin/python
 
 $(TUNIX_ENV): pyproject.toml .venv-tunix/bin/python
 	@echo "installing jaxshare and Tunix into .venv-tunix"
-	@.venv-tunix/bin/python $(PIP) --editable '.[dev,tunix]'
+	@.venv-tunix/bin/python $(PIP) --editable '.[testing,tunix]'
 	@touch $@
 
 # The package's wheels are built for no machine in particular; its source has llama.cpp, and cmake and a compiler build it for this one.
