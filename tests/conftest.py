@@ -6,12 +6,18 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 
 # Before JAX is imported. Tests run on the CPU unless the caller names another platform, and never
 # touch the network.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell lets programs in the background ignore Ctrl-C, which tests send to themselves and to what
+# they begin.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # What somebody has calibrated on this machine must not decide what a test sees.
 os.environ["JAXSHARE_CACHE"] = os.path.join(os.path.dirname(__file__), "fixtures", "no-calibration")
 
