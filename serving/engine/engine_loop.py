@@ -96,8 +96,8 @@ class EngineLoop:
 
         def waiting() -> int:
             # The cancelled ones leave with the next step, for which a program may be compiled.
-            submitted = sum(not request.cancel_wanted for request in self._submitted)
-            return submitted + len(self._scheduler.queue)
+            queued = self._scheduler.queue.unordered()
+            return sum(not request.cancel_wanted for request in (*self._submitted, *queued))
 
         if self._leases.shared and self._leases.decides:
             self._changed.wait_for(lambda: self._closed or waiting() < max_queue)

@@ -48,6 +48,10 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def unordered(self) -> list[Request]:
+        """The requests in no order, in any thread."""
+        return list(self._requests)
+
     def __iter__(self) -> Iterator[Request]:
         """Iterates in the order of service."""
         return iter(

@@ -703,8 +703,16 @@ def test_what_cannot_be_is_refused_at_once(speaking):
         engine.submit([5], max_new_tokens=5)
     for stream in streams:
         stream.cancel()
-    streams.append(engine.submit([5], max_new_tokens=5))  # what is cancelled does not wait
-    streams[-1].cancel()
+    # What is cancelled does not wait, also where a step has begun, and compiles a program.
+    for _ in range(2):
+        streams.append(engine.submit([5], max_new_tokens=5))
+        for request in engine._submitted:
+            engine._scheduler.queue.add(request)
+        engine._submitted.clear()
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        engine.submit([5], max_new_tokens=5)
+    for stream in streams:
+        stream.cancel()
     while engine._step():
         pass
     assert all(done(stream).finish_reason is FinishReason.CANCELLED for stream in streams)
