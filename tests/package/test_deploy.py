@@ -324,7 +324,7 @@ def test_options_of_a_job_come_before_its_first_command(script):
 
 
 def run_job(
-    script: str, arguments: list[str], folder: Path, *, is_late: bool = False
+    script: str, arguments: list[str], folder: Path, *, is_late: bool = False, least: int = 0
 ) -> tuple[int, list[list[str]]]:
     """Runs a job of SLURM with programs in the places of its commands.
 
@@ -332,6 +332,7 @@ def run_job(
       script, arguments: of the job.
       folder: for the programs.
       is_late: jaxshare goes on until the signal comes that SLURM sends before the end of the time.
+      least: commands that there are at least; those in the background may come after its end.
 
     Returns:
       its exit code, and the commands that were run on nodes, each after the name of its node.
@@ -368,8 +369,12 @@ def run_job(
             until(log.exists)
             process.send_signal(signal.SIGUSR1)
         code = process.wait(30)
-    lines = log.read_text().splitlines() if log.exists() else []
-    return code, [line.split(" ") for line in lines]
+
+    def lines() -> list[str]:
+        return log.read_text().splitlines() if log.exists() else []
+
+    until(lambda: len(lines()) >= least)
+    return code, [line.split(" ") for line in lines()]
 
 
 def test_a_batch_job_resumes_what_is_there(tmp_path):
@@ -400,7 +405,7 @@ def test_a_model_on_several_nodes_is_one_command_of_all_processes(tmp_path):
 
 def test_a_cluster_of_a_job_has_all_its_nodes_and_one_head(tmp_path):
     given = ["batch", "embedded", "--input", "p", "--output", "o"]
-    code, commands = run_job("slurm-ray.sh", given, tmp_path)
+    code, commands = run_job("slurm-ray.sh", given, tmp_path, least=5)
     assert code == 0
     heads = [each for each in commands if "--head" in each]
     assert [each[0] for each in heads] == ["n1"]
