@@ -102,9 +102,9 @@ class EngineLoop:
         if self._leases.shared and self._leases.decides:
             self._changed.wait_for(lambda: self._closed or waiting() < max_queue)
             self._check_open()
-        elif not self._leases.shared and waiting() >= max_queue:
+        elif not self._leases.shared and (count := waiting()) >= max_queue:
             raise QueueFullError(
-                f"{waiting()} requests wait already, which is max_queue; try again when some "
+                f"{count} requests wait already, which is max_queue; try again when some "
                 "have finished, or make the engine with a larger max_queue"
             )
 
