@@ -36,6 +36,8 @@ class Appends(Protocol):
     @property
     def write_at(self) -> Int32[Array, " R"]: ...
     @property
+    def write_to(self) -> Int32[Array, "R T"]: ...
+    @property
     def key_cos(self) -> Float32[Array, "R T P"]: ...
     @property
     def key_sin(self) -> Float32[Array, "R T P"]: ...
@@ -219,8 +221,9 @@ def write_tokens(arena: Arena, new: Float[Array, "R T K D"], plan: Appends) -> A
             arena,
             new.swapaxes(1, 2),  # [R, K, T, D]
             plan.write_at,
+            plan.write_to,
             plan.count,
-            cuda=functools.partial(_scatter, plan.token_sharding),
+            cuda=_scatter,
             default=functools.partial(_write_windows, plan.token_sharding),
         )
 
@@ -229,24 +232,23 @@ def write_tokens(arena: Arena, new: Float[Array, "R T K D"], plan: Appends) -> A
     return jax.tree.map(written, arena, as_stored(new, arena))
 
 
-def _scatter(
-    sharded: CyclicSharding, arena: Array, new: Array, write_at: Array, count: Array
-) -> Array:
+def _scatter(arena: Array, new: Array, write_at: Array, write_to: Array, count: Array) -> Array:
     rows, kv_heads, width, dim = new.shape
-    step = jnp.arange(width)
-    index = write_at[:, None] + step
-    local = jnp.where(
-        (step < count[:, None]) & sharded.is_local(index),
-        sharded.local_count(index),
-        arena.shape[1],
-    ).reshape(-1)
-    return arena.at[:, local].set(
-        new.swapaxes(0, 1).reshape(kv_heads, rows * width, dim), mode="drop", unique_indices=True
+    return arena.at[:, write_to.reshape(-1)].set(
+        new.swapaxes(0, 1).reshape(kv_heads, rows * width, dim),
+        mode="drop",
+        unique_indices=True,
+        wrap_negative_indices=False,
     )
 
 
 def _write_windows(
-    sharded: CyclicSharding, arena: Array, new: Array, write_at: Array, count: Array
+    sharded: CyclicSharding,
+    arena: Array,
+    new: Array,
+    write_at: Array,
+    write_to: Array,
+    count: Array,
 ) -> Array:
     width = min(new.shape[2], arena.shape[1])
 
@@ -294,14 +296,18 @@ def copy_tokens(
         real = ((token >= 0) & (token < left))[:, None]
         pick = jnp.clip(token + (source + done - read), 0, tile - 1)
 
+        def window(arena: Array, start: Array) -> Array:
+            size = arena.shape[0], tile, arena.shape[2]
+            return jax.lax.dynamic_slice(arena, (0, start, 0), size, allow_negative_indices=False)
+
         def taken(arena: Array) -> Array:
-            return jnp.take(jax.lax.dynamic_slice_in_dim(arena, read, tile, axis=1), pick, axis=1)
+            found = window(arena, read).at[:, pick]
+            return found.get(mode="promise_in_bounds", wrap_negative_indices=False)
 
         def written(arena: Array, piece: Array) -> Array:
-            window = jax.lax.dynamic_slice_in_dim(arena, write, tile, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(
-                arena, jnp.where(real, piece, window), write, axis=1
-            )
+            new = jnp.where(real, piece, window(arena, write))
+            at = (0, write, 0)
+            return jax.lax.dynamic_update_slice(arena, new, at, allow_negative_indices=False)
 
         def copied(arena: Arena, angle: tuple[Array, Array] | None = None) -> Arena:
             piece = jax.tree.map(taken, arena)

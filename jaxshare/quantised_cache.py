@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32
 
@@ -60,8 +60,8 @@ def approximation(arena: Arena) -> str | None:
 
 def make_finite(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Replaces NaN by 0 and infinities by the largest numbers of the dtype."""
-    largest = float(jnp.finfo(x.dtype).max)
-    return jnp.nan_to_num(x, nan=0.0, posinf=largest, neginf=-largest)
+    largest = jnp.finfo(x.dtype).max
+    return jnp.where(x == x, lax.clamp(-largest, x, largest), 0)
 
 
 def as_stored(x: Float[Array, "*shape D"], arena: Arena) -> Arena:

@@ -17,7 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Float32, Int
 
-from jaxshare.attention.api import block_attention
+from jaxshare.attention.api import block_attention, with_work
 from jaxshare.attention.block_share import block_attention_share, last_tokens
 from jaxshare.attention.pass_checks import check_pass
 from jaxshare.attention.plan import Plan, make_plan
@@ -248,12 +248,14 @@ class Decoder(nn.Module):
     def _plans(
         self, cache: KVCache, layout: Layout, count: Array, width: int
     ) -> dict[LayerForm, Plan]:
-        """The plan of the layers of each form; layers that read alike have one plan."""
+        """The plan of the layers of each form, with what their backend makes of it once for all of
+        them; layers that read alike have one plan."""
         made: dict[tuple[Rope, int], Plan] = {}
-        for rope, window, _ in self.config.layer_forms:
+        for i, (rope, window, _) in enumerate(self.config.layer_forms):
             if (rope, window) not in made:
                 plan = make_plan(cache, layout, count, width, rope=rope, window=window)
-                made[rope, window] = plan
+                arenas, heads = (cache.keys[i], cache.values[i]), self.config.num_heads
+                made[rope, window] = with_work(plan, heads, *arenas, self.implementation)
         return {form: made[form[:2]] for form in self.config.layer_forms}
 
     def _trunk(

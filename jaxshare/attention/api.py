@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import Array
 from jaxtyping import Float
 
@@ -20,11 +21,11 @@ Backend = Callable[..., Array]
 """(q, keys, values, plan, scale) -> out; softcap and sinks by name where there are any."""
 
 
-def _imported(find: Callable[[], Backend]) -> Backend:
-    """A backend that is imported when it is called; where it cannot be imported, the next one is
-    tried."""
+def _imported(find: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """A backend's function that is imported when it is called; where it cannot be imported, the next
+    backend is tried."""
 
-    def backend(*arguments: Any, **more: Any) -> Array:
+    def backend(*arguments: Any, **more: Any) -> Any:
         try:
             found = find()
         except ImportError as error:
@@ -57,6 +58,22 @@ BACKENDS: dict[str, Backend] = {
 }
 """By name. A backend that cannot serve a call raises
 NotImplementedError, saying why."""
+
+
+WITH_WORK: dict[str, Callable[..., Plan]] = {
+    "mosaic_gpu": _imported(
+        lambda: (
+            importlib.import_module(
+                "jaxshare.pallas.block_attention_mosaic_gpu"
+            ).with_mosaic_gpu_work
+        )
+    ),
+    "triton": _imported(
+        lambda: importlib.import_module("jaxshare.pallas.block_attention_triton").with_triton_work
+    ),
+}
+"""By name, of the backends that make more of a plan: (q, keys, values, plan) -> plan with it. They
+raise as the backends do."""
 
 
 def preferred() -> tuple[str, ...]:
@@ -123,6 +140,33 @@ def block_attention(
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))
+
+
+def with_work(
+    plan: Plan,
+    heads: int,
+    keys: Arena,
+    values: Arena,
+    implementation: str | Sequence[str] | None = None,
+) -> Plan:
+    """The plan with what its backend makes of it for each call, to be made once for all layers.
+
+    A compiler would find that layers do the same, after it had gone through all of them many times.
+
+    Args:
+      plan: of a pass.
+      heads: H, of the queries of each layer.
+      keys, values, implementation: of one of the layers, as in `block_attention`.
+    """
+    q = jax.ShapeDtypeStruct((*plan.positions.shape, heads, keys.shape[2]), keys.dtype)
+    for name in _names(implementation):
+        if name not in WITH_WORK:
+            break
+        try:
+            return WITH_WORK[name](q, keys, values, plan)
+        except NotImplementedError:
+            continue
+    return plan
 
 
 def can_expand(implementation: str | Sequence[str] | None) -> bool:

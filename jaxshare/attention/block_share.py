@@ -115,4 +115,5 @@ def last_tokens(q: Float[Array, "R T H D"], plan: Plan) -> tuple[Float[Array, "R
         unseen=None if plan.unseen is None else picked(plan.unseen, 2),
         query_cos=picked(plan.query_cos, 2),
         query_sin=picked(plan.query_sin, 2),
+        work={},
     )

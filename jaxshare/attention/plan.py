@@ -7,7 +7,8 @@ Hydragen section 3).
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,8 @@ class Plan:
       unseen: how many of those it does not see, because they are outside its window; None where
         there is no window.
       write_at: arena index of each row's first new token, counted over all devices.
+      write_to: the index in this device's arenas of each new token; their size where it keeps none,
+        and for padding.
       key_cos, key_sin: rotation of new keys to their index in their block.
       query_cos, query_sin: rotation of new queries towards each listed block.
       shared: blocks that more rows see than the largest group has, as tiles that all rows read
@@ -67,6 +70,8 @@ class Plan:
       token_sharding: of the cache (static).
       window: tokens that a token sees, itself included, by their positions in its row's order; 0
         for all (static).
+      work: what a backend makes of the plan for all layers (`jaxshare.attention.api.with_work`), by
+        the numbers that it depends on; where it is missing each layer makes its own.
     """
 
     blocks: Int32[Array, "R N"]
@@ -84,6 +89,7 @@ class Plan:
     seen: Int32[Array, "R N T"]
     unseen: Int32[Array, "R N T"] | None
     write_at: Int32[Array, " R"]
+    write_to: Int32[Array, "R T"]
     key_cos: Float32[Array, "R T P"]
     key_sin: Float32[Array, "R T P"]
     query_cos: Float32[Array, "R N T P"]
@@ -95,6 +101,7 @@ class Plan:
     rope: Rope = dataclasses.field(metadata={"static": True})
     token_sharding: CyclicSharding = dataclasses.field(metadata={"static": True})
     window: int = dataclasses.field(default=0, metadata={"static": True})
+    work: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def read_tokens(self) -> Int32[Array, ""]:
@@ -180,6 +187,7 @@ class _Appended(NamedTuple):
     ahead: Array
     lengths: Array
     write_at: Array
+    write_to: Array
     key_cos: Array
     key_sin: Array
     faults: Array
@@ -192,12 +200,17 @@ def _appended(cache: KVCache, layout: Layout, count: Array, width: int, rope: Ro
     before = cache.lengths[target] + ahead
     needed = jnp.where(written >= 0, jnp.clip(count, 0, width), 0)
     count = jnp.minimum(needed, jnp.maximum(cache.capacities[target] - before, 0))
-    key_cos, key_sin = rope.cos_sin((cache.phases[target] + before)[:, None] + jnp.arange(width))
+    step, sharded = jnp.arange(width), cache.token_sharding
+    key_cos, key_sin = rope.cos_sin((cache.phases[target] + before)[:, None] + step)
+    write_at = cache.offsets[target] + before
+    index = write_at[:, None] + step
+    is_kept = (step < count[:, None]) & sharded.is_local(index)
     return _Appended(
         count=count,
         ahead=ahead,
         lengths=cache.lengths.at[target].add(count),
-        write_at=cache.offsets[target] + before,
+        write_at=write_at,
+        write_to=jnp.where(is_kept, sharded.local_count(index), cache.keys[0].shape[1]),
         key_cos=key_cos,
         key_sin=key_sin,
         faults=_faults(cache, layout, written, needed > count),

@@ -27,7 +27,7 @@ from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
 from jaxshare.pallas.scores import query_scale
 from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
 from jaxshare.pallas.wide_kernel_mosaic_gpu import WideMemory, wide_kernel
-from jaxshare.pallas.work_items import Work, make_work
+from jaxshare.pallas.work_items import Work, WorkForm, with_work, work_of
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena
 from jaxshare.rope import rotate
@@ -53,32 +53,14 @@ def mosaic_gpu_attention(
     Raises:
       NotImplementedError: a device, dtype or shape that the kernel does not support.
     """
-    device = current_device()
+    device, tiles, form = _chosen(q, keys, values, plan)
     rows, width, heads, dim = q.shape
-    kv_heads = keys.shape[0]
-    group = heads // kv_heads
-    _check(device, keys, group)
-    check_head_dim(dim, values.shape[2], 2 * plan.query_cos.shape[-1])
-    latent = not values.shape[2]
-    assert device is not None
-    is_wide = shares_queries(dim, isinstance(keys, QuantisedTensor))
-    tiles = choose_mosaic(device, dim, group, rows * width * group, _numbers(keys).dtype)
+    work, latent = work_of(plan, form), not values.shape[2]
     keys, values = (jax.tree.map(lambda a: _padded(a, tiles.tile), x) for x in (keys, values))
-    work = make_work(
-        plan,
-        group=group,
-        kv_heads=kv_heads,
-        # Two warpgroups share the queries of wide heads, and have queries of their own else.
-        span=WARPGROUP if is_wide else 2 * WARPGROUP,
-        tile=tiles.tile,
-        num_items=device.multiprocessors,
-        alignment=ALIGNMENT,
-        setup=SETUP_TILES,
-    )
     queries = segment_queries(q, plan, work, query_scale(scale, softcap), keys.dtype)
     if latent:
         dim -= 2 * plan.query_cos.shape[-1]
-    if is_wide:
+    if shares_queries(q.shape[3], isinstance(keys, QuantisedTensor)):
         apart = None if latent else values
         out, lse = _wide_pieces(queries, keys, apart, dim, work, tiles, device, softcap)
     else:
@@ -88,7 +70,33 @@ def mosaic_gpu_attention(
     )
 
 
-def _check(device: Device | None, keys: Arena, group: int) -> None:
+def with_mosaic_gpu_work(q: jax.ShapeDtypeStruct, keys: Arena, values: Arena, plan: Plan) -> Plan:
+    """The plan with what all layers of such queries have in common.
+
+    Raises:
+      NotImplementedError: as `mosaic_gpu_attention`.
+    """
+    return with_work(plan, _chosen(q, keys, values, plan)[2])
+
+
+def _chosen(
+    q: Array | jax.ShapeDtypeStruct, keys: Arena, values: Arena, plan: Plan
+) -> tuple[Device, MosaicTiles, WorkForm]:
+    """The GPU to run on, and the tiles and the form of the work there."""
+    device, (rows, width, heads, dim), kv_heads = current_device(), q.shape, keys.shape[0]
+    group = heads // kv_heads
+    device = _checked(device, keys, group)
+    check_head_dim(dim, values.shape[2], 2 * plan.query_cos.shape[-1])
+    tiles = choose_mosaic(device, dim, group, rows * width * group, _numbers(keys).dtype)
+    # Two warpgroups share the queries of wide heads, and have queries of their own else.
+    is_wide = shares_queries(dim, isinstance(keys, QuantisedTensor))
+    span = WARPGROUP if is_wide else 2 * WARPGROUP
+    items = device.multiprocessors
+    form = WorkForm(group, kv_heads, span, tiles.tile, items, ALIGNMENT, SETUP_TILES)
+    return device, tiles, form
+
+
+def _checked(device: Device | None, keys: Arena, group: int) -> Device:
     if device is None:
         raise NotImplementedError(
             f"it runs on NVIDIA GPUs of compute capability 9.0, and this is {jax.default_backend()}"
@@ -111,6 +119,7 @@ def _check(device: Device | None, keys: Arena, group: int) -> None:
         raise NotImplementedError(
             f"this installation of JAX has no Mosaic GPU backend ({error})"
         ) from error
+    return device
 
 
 def segment_queries(
@@ -121,23 +130,16 @@ def segment_queries(
     They are rotated towards their block and scaled; padding is finite.
     """
     rows, width, heads, dim = q.shape
-    slots, kv_heads = plan.blocks.shape[1], work.pieces.shape[0]
-    group = heads // kv_heads
-    source = jnp.maximum(work.source, 0)
-    member, rest = source % group, source // group
-    token, slot, row = rest % width, rest // width % slots, rest // width // slots
+    kv_heads = work.pieces.shape[0]
     by_head = (
-        q.reshape(rows * width, kv_heads, group, dim)
+        q.reshape(rows * width, kv_heads, heads // kv_heads, dim)
         .transpose(1, 0, 2, 3)
         .reshape(kv_heads, -1, dim)
     )
-    here = (
-        by_head.at[:, (row * width + token) * group + member]
-        .get(mode="promise_in_bounds")
-        .astype(jnp.float32)
-    )
+    known = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    here = by_head.at[:, work.taken].get(**known).astype(jnp.float32)
     cos, sin = (
-        x.at[row, slot, token].get(mode="promise_in_bounds")
+        x.reshape(-1, x.shape[-1]).at[work.turned].get(**known)
         for x in (plan.query_cos, plan.query_sin)
     )
     return (rotate(here, cos, sin) * scale).astype(dtype)
@@ -149,7 +151,8 @@ def _padded(arena: Array, tile: int) -> Array:
     Caches are made so; only tiny ones, and ones of odd sizes made by hand, are copied.
     """
     tokens = arena.shape[1]
-    return jnp.pad(arena, ((0, 0), (0, max(tile, tokens + -tokens % ALIGNMENT) - tokens), (0, 0)))
+    more = max(tile, tokens + -tokens % ALIGNMENT) - tokens
+    return jnp.pad(arena, ((0, 0), (0, more), (0, 0))) if more else arena
 
 
 def _pieces(
@@ -286,7 +289,7 @@ def _launched(
         work.limits,
         work.items,
         work.segments.table,
-        jnp.stack([work.count, work.total]),
+        work.totals,
         *([] if work.unseen is None else [work.unseen]),
         *scales,
     )

@@ -25,7 +25,7 @@ from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
 from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.scores import capped, query_scale
 from jaxshare.pallas.tiles import TritonTiles, choose_triton
-from jaxshare.pallas.work_items import Work, make_work, partial_row
+from jaxshare.pallas.work_items import Work, WorkForm, partial_row, with_work, work_of
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena, approximation
 
@@ -53,19 +53,9 @@ def triton_attention(
     Raises:
       NotImplementedError: no such GPU, head dim, group or dtype, or a JAX without Triton.
     """
-    device = _supported_device(q, keys, values, plan)
-    rows, width, heads, dim = q.shape
-    group = heads // keys.shape[0]
-    dtype = keys.codes.dtype if isinstance(keys, QuantisedTensor) else keys.dtype
-    tiles = choose_triton(device, dim, group, rows * width * group, dtype)
-    work = make_work(
-        plan,
-        group=group,
-        kv_heads=keys.shape[0],
-        span=tiles.span,
-        tile=tiles.tile,
-        num_items=device.multiprocessors * tiles.items_per_multiprocessor,
-    )
+    device, tiles, form = _chosen(q, keys, values, plan)
+    rows, width, heads, _ = q.shape
+    work = work_of(plan, form)
     mixed, lse = _pieces(q, keys, values, plan, work, scale, softcap, tiles, device.interpret)
     return merge_pieces(
         mixed,
@@ -80,7 +70,27 @@ def triton_attention(
     )
 
 
-def _supported_device(q: Array, keys: Arena, values: Arena, plan: Plan) -> Device:
+def with_triton_work(q: jax.ShapeDtypeStruct, keys: Arena, values: Arena, plan: Plan) -> Plan:
+    """The plan with what all layers of such queries have in common. Raises as `triton_attention`."""
+    return with_work(plan, _chosen(q, keys, values, plan)[2])
+
+
+def _chosen(
+    q: Array | jax.ShapeDtypeStruct, keys: Arena, values: Arena, plan: Plan
+) -> tuple[Device, TritonTiles, WorkForm]:
+    """The GPU to run on, and the tiles and the form of the work there."""
+    device = _supported_device(q, keys, values, plan)
+    rows, width, heads, dim = q.shape
+    group = heads // keys.shape[0]
+    dtype = keys.codes.dtype if isinstance(keys, QuantisedTensor) else keys.dtype
+    tiles = choose_triton(device, dim, group, rows * width * group, dtype)
+    num_items = device.multiprocessors * tiles.items_per_multiprocessor
+    return device, tiles, WorkForm(group, keys.shape[0], tiles.span, tiles.tile, num_items)
+
+
+def _supported_device(
+    q: Array | jax.ShapeDtypeStruct, keys: Arena, values: Arena, plan: Plan
+) -> Device:
     """The GPU to run on.
 
     Raises:
@@ -174,8 +184,7 @@ def _pieces(
         *tables,
         *arenas,
         work.items,
-        work.count.reshape(1),
-        work.total.reshape(1),
+        work.totals,
         work.segments.table,
         work.source,
         work.limits,
@@ -202,7 +211,7 @@ def _kernel(
     """Processes one item.
 
     Refs: q [R * T, H, D]; cos, sin float32[R * N * T, P]; keys, values [K, tokens, D]; items
-    int32[items, 4]; count, total int32[1]; segments int32[S, 8]; source, limits int32[Q + span],
+    int32[items, 4]; totals int32[2]; segments int32[S, 8]; source, limits int32[Q + span],
     with a sliding window also unseen; of quantised keys and values also their scales
     float32[K, tokens]; mixed float32[partial_rows, V]; lse float32[partial_rows]. Of `work` only the
     static fields are used. `scale` is that of `query_scale`, `dtype` that of products. `latent`:
@@ -215,7 +224,7 @@ def _kernel(
     from jax.experimental.pallas import triton as plt
 
     values_ref, rest = (keys_ref, refs) if latent else (refs[0], refs[1:])
-    items_ref, count_ref, total_ref, segments_ref, source_ref, limits_ref, *rest = rest
+    items_ref, totals_ref, segments_ref, source_ref, limits_ref, *rest = rest
     *more, mixed_ref, lse_ref = rest
     unseen_ref = more[: work.unseen is not None]
     scales_ref = more[len(unseen_ref) :]
@@ -227,7 +236,7 @@ def _kernel(
     value_runs = [run for run in runs if run.start >= first_value]
     item = pl.program_id(0)
     first_tile, end_tile, first_segment, end_segment = (items_ref[item, i] for i in range(4))
-    count, total = count_ref[0], total_ref[0]
+    count, total = totals_ref[0], totals_ref[1]
 
     def segment(number: Array, _: None) -> None:
         head = number // count

@@ -58,9 +58,6 @@ def merge_pieces(
     queries, columns = rows * width * heads, padded_dim(dim)
     per_row = width * heads // work.pieces.shape[0]
     at_once = _queries_at_once(queries // (device.multiprocessors * _WARPGROUPS), per_row)
-    listed = jnp.stack(
-        [work.query, work.segment, work.member, jnp.zeros_like(work.member)], axis=2
-    ).reshape(-1, 4)
     # A result that is merged with other devices' is not rounded, and needs its log-sum-exp.
     rounded = jnp.float32 if axis else dtype
     merged = jax.ShapeDtypeStruct((queries, columns), rounded)
@@ -78,7 +75,7 @@ def merge_pieces(
     )(
         out,
         lse,
-        listed,
+        work.listed.reshape(-1, 4),
         work.pieces,
         *([] if sinks is None else [sinks_here(sinks, axis) * math.log2(math.e)]),
     )

@@ -74,7 +74,7 @@ def merge_pieces(
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="merge_pieces",
-    )(mixed, lse, work.query, work.segment, work.member, work.pieces, *more)
+    )(mixed, lse, work.listed, work.pieces, *more)
     out = results[0].reshape(shape)
     if axis is None:
         return out
@@ -85,9 +85,7 @@ def _kernel(
     work: Work,
     mixed_ref: Any,
     lse_ref: Any,
-    query_ref: Any,
-    segment_ref: Any,
-    member_ref: Any,
+    listed_ref: Any,
     pieces_ref: Any,
     *rest: Any,
     shape: tuple[int, int, int, int],
@@ -97,16 +95,16 @@ def _kernel(
 ) -> None:
     """Merges M = `queries` neighbouring queries, L = `lanes` pieces of each at once.
 
-    Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; query, segment, member int32[R,
-    N]; pieces int32[K, S, 2]; sinks float32[H] to base 2, if there are any; out [R * T * H, D];
-    optional lse_out float32[R * T * H], to base 2. Of `work` only the static fields are used.
+    Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; listed int32[R, N, 4]; pieces
+    int32[K, S, 2]; sinks float32[H] to base 2, if there are any; out [R * T * H, D]; optional
+    lse_out float32[R * T * H], to base 2. Of `work` only the static fields are used.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
     sinks_ref, (out_ref, *lse_out_ref) = rest[:has_sinks], rest[has_sinks:]
     rows, width, heads, dim = shape
-    listed = query_ref.shape[1]
+    listed = listed_ref.shape[1]
     group = heads // pieces_ref.shape[0]
     index = pl.program_id(0) * queries + jnp.arange(queries)
     real = index < rows * width * heads
@@ -119,11 +117,11 @@ def _kernel(
         """Adds the pieces of the next few listed blocks, concatenated, each query's own."""
         slot = (chunk * slots + jnp.arange(slots))[None]  # [1, N']
         listing = real[:, None] & (slot < listed)  # [M, N']
-        query = plt.load(query_ref.at[row[:, None], slot], mask=listing, other=-1)
+        query = plt.load(listed_ref.at[row[:, None], slot, 0], mask=listing, other=-1)
         sees = listing & (query >= 0)
-        before = plt.load(member_ref.at[row[:, None], slot], mask=sees, other=0)
+        before = plt.load(listed_ref.at[row[:, None], slot, 2], mask=sees, other=0)
         segment = (
-            plt.load(segment_ref.at[row[:, None], slot], mask=sees, other=0)
+            plt.load(listed_ref.at[row[:, None], slot, 1], mask=sees, other=0)
             + (before + member[:, None]) // work.span
         )
         first = plt.load(pieces_ref.at[kv_head[:, None], segment, 0], mask=sees, other=0)

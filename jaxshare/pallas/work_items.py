@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Int
 
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.segments import ItemCuts, Segments, sum_before
@@ -39,41 +41,65 @@ class Work:
     items.
 
     Attributes:
-      count: int32[], segments.
-      total: int32[], tiles of all segments, for one kv head.
+      totals: int32[2], segments, and tiles of all segments of one kv head.
       segments: the segments.
       items: int32[P, 4], for each item its first tile and its end, and its first segment and its
         end, both exclusive. Tiles and segments are counted over the kv heads: head * total + tile,
         head * count + segment.
       source: int32[Q + span], the origin of each query: ((row * N + slot) * T + token) * G + group
         member; -1 for padding.
+      taken, turned: int32[Q + span], of it (row * T + token) * G + member, and (row * N + slot) * T
+        + token; 0 for padding.
       limits: int32[Q + span], tokens of its block that each query sees, the first ones.
       unseen: int32[Q + span], how many of those it does not see, because they are outside its
         sliding window; None without one.
-      query: int32[R, N], index of the first query of each row towards each listed block; -1 where
-        the row does not see it. T * G follow.
-      segment: int32[R, N], the block's first segment.
-      member: int32[R, N], queries of the block before those of the row.
+      listed: int32[R, N, 4], the properties `query`, `segment` and `member` below in this order, of
+        each block that a row lists, and 0.
       pieces: int32[K, S, 2], for each kv head and segment the first item that reads it, and the end
         (exclusive).
       num_queries: Q (static).
       span, tile: queries and tokens of a tile (static).
     """
 
-    count: Array
-    total: Array
+    totals: Array
     segments: Segments
     items: Array
     source: Array
+    taken: Array
+    turned: Array
     limits: Array
     unseen: Array | None
-    query: Array
-    segment: Array
-    member: Array
+    listed: Array
     pieces: Array
     num_queries: int = dataclasses.field(metadata={"static": True})
     span: int = dataclasses.field(metadata={"static": True})
     tile: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def count(self) -> Int[Array | np.ndarray, ""]:
+        """Segments."""
+        return self.totals[..., 0]
+
+    @property
+    def total(self) -> Int[Array | np.ndarray, ""]:
+        """Tiles of all segments, for one kv head."""
+        return self.totals[..., 1]
+
+    @property
+    def query(self) -> Int[Array | np.ndarray, "R N"]:
+        """The index of the first query of each row towards each listed block; -1 where the row does
+        not see it. T * G follow."""
+        return self.listed[..., 0]
+
+    @property
+    def segment(self) -> Int[Array | np.ndarray, "R N"]:
+        """The block's first segment."""
+        return self.listed[..., 1]
+
+    @property
+    def member(self) -> Int[Array | np.ndarray, "R N"]:
+        """Queries of the block before those of the row."""
+        return self.listed[..., 2]
 
     @property
     def partial_rows(self) -> int:
@@ -88,6 +114,28 @@ def partial_row(work: Work, item: Array, head: Array, query: Array) -> Array:
     row.
     """
     return head * work.num_queries + query + item * work.span
+
+
+class WorkForm(NamedTuple):
+    """What the work of a pass depends on beside its plan; see `make_work`."""
+
+    group: int
+    kv_heads: int
+    span: int
+    tile: int
+    num_items: int
+    alignment: int = 1
+    setup: int = 0
+
+
+def with_work(plan: Plan, form: WorkForm) -> Plan:
+    """The plan with the work of this form in it, so that layers need not make it."""
+    return dataclasses.replace(plan, work={**plan.work, form: make_work(plan, **form._asdict())})
+
+
+def work_of(plan: Plan, form: WorkForm) -> Work:
+    """The work of this form: the plan's, or one that is made here."""
+    return plan.work[form] if form in plan.work else make_work(plan, **form._asdict())
 
 
 @functools.partial(
@@ -107,7 +155,7 @@ def make_work(
 ) -> Work:
     """The work of a pass.
 
-    Jitted by itself, so that layers share one trace, and the compiler one computation.
+    Jitted by itself, so that plans share one trace.
 
     Args:
       plan: of the pass.
@@ -127,17 +175,21 @@ def make_work(
     cuts = ItemCuts.of(segments, setup, kv_heads, num_items)
     num_queries = rows * slots * _round_up(per_row, ROW_ALIGNMENT)
     source, limits, unseen = _sources(pairs, group, num_queries + span)
+    real = jnp.maximum(source, 0)
+    turned, width = lax.div(real, group), plan.positions.shape[1]
+    token = lax.div(turned, slots * width) * width + lax.rem(turned, width)
+    query = jnp.where(pairs.sees, pairs.query, -1)
+    listed = jnp.stack([query, pairs.segment, pairs.member, jnp.zeros_like(query)], axis=1)
     return Work(
-        count=count,
-        total=total,
+        totals=jnp.stack([count, total]),
         segments=segments,
         items=_items(segments, count, total, cuts),
         source=source,
+        taken=token * group + lax.rem(real, group),
+        turned=turned,
         limits=limits,
         unseen=unseen,
-        query=jnp.where(pairs.sees, pairs.query, -1).reshape(rows, slots),
-        segment=pairs.segment.reshape(rows, slots),
-        member=pairs.member.reshape(rows, slots),
+        listed=listed.reshape(rows, slots, 4),
         pieces=_pieces(segments, cuts),
         num_queries=num_queries,
         span=span,

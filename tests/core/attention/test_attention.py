@@ -121,10 +121,11 @@ class Case:
 def attended(cache, layout, count, q, k, v, implementation, scale=None, scoring=PLAIN):
     plan = make_plan(cache, layout, count, q.shape[1], window=scoring.window)
     cache = cache.append(0, k, v, plan)
+    arenas = cache.keys[0], cache.values[0]
+    plan = api.with_work(plan, q.shape[2], *arenas, implementation)
     out = block_attention(
         q,
-        cache.keys[0],
-        cache.values[0],
+        *arenas,
         plan,
         implementation=implementation,
         scale=scale,

@@ -4,6 +4,7 @@ Kernels are interpreted on the CPU and compared with float64 numpy.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxshare import block_attention, make_plan
+from jaxshare.arena import append_tokens
+from jaxshare.attention.api import with_work
 from jaxshare.pallas.device import Device, assume_device
 from jaxshare.sharding import STRIPE, make_mesh
 from tests.core.attention.test_attention import Case, Shape, attended, in_pieces, place
@@ -97,6 +100,38 @@ def compare(
         out, faults = attended(*arguments, implementation=implementation, scoring=shape.scoring)
     assert int(faults) == 0
     check(out, expected, shape)
+
+
+def compare_layers(
+    implementation: str, device: Device, shape: Shape, case: Case, *, runs: bool = True
+) -> None:
+    """Two layers of one plan: their work is made once, and if the program `runs`, their results are
+    those of a layer that makes its own; another number of heads has work of its own."""
+    (cache, layout, count, q, k, v), _ = place(shape, case)
+    more = jnp.concatenate([q, q], axis=2)
+
+    def attend(cache, layout, count, q, k, v, *, is_shared):
+        plan = make_plan(cache, layout, count, q.shape[1])
+        arenas = append_tokens(cache.keys[0], cache.values[0], k, v, plan)
+        if is_shared:
+            plan = with_work(plan, shape.heads, *arenas, implementation)
+        return [
+            block_attention(x, *arenas, plan, implementation=implementation) for x in (q, -q, more)
+        ]
+
+    found = []
+    with assume_device(device):
+        for is_shared, made in ((True, 2), (False, 3)):
+            function = functools.partial(attend, is_shared=is_shared)
+            traced = jax.jit(function).trace(cache, layout, count, q, k, v)
+            assert str(traced.jaxpr).count("name=make_work") == made
+            if runs:
+                found.append(traced.lower().compile()(cache, layout, count, q, k, v))
+    if not runs:
+        return
+    real = np.arange(q.shape[1]) < np.asarray(count)[:, None]
+    for shared, own in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.asarray(shared)[real], np.asarray(own)[real])
 
 
 def compare_spread(

@@ -31,8 +31,9 @@ from tests.core.pallas.interpreted import (
     WIDE,
     case,
     compare,
+    compare_layers,
 )
-from tests.helpers import Scoring
+from tests.helpers import Scoring, mostly_slow
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 """Two work items, so that most cuts fall inside blocks."""
@@ -55,6 +56,12 @@ def test_shared_and_private_blocks_that_start_anywhere():
     )
     # The same program: one row alone, a row that brings nothing, empty blocks.
     check(DECODE, case([[0, 3, 1], [], []], [1, 0, 0], [0, 129, 0, 64], seed=1))
+
+
+@pytest.mark.parametrize("runs", mostly_slow([False, True]))
+def test_layers_share_the_work_of_their_plan(runs):
+    one = case([[0, 1], [1, 0, 2], [0, 3]], [1, 1, 1], [20, 70, 3, 0])
+    compare_layers("mosaic_gpu", INTERPRETED, DECODE, one, runs=runs)
 
 
 @pytest.mark.slow

@@ -19,7 +19,14 @@ from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.head_dims import HEAD_DIMS
 from jaxshare.pallas.tiles import TritonTiles, use_tiles
 from tests.core.attention.test_attention import Case, Shape, cases, place
-from tests.core.pallas.interpreted import LATENT, SOME_LENGTHS, case, compare, compare_spread
+from tests.core.pallas.interpreted import (
+    LATENT,
+    SOME_LENGTHS,
+    case,
+    compare,
+    compare_layers,
+    compare_spread,
+)
 from tests.helpers import Scoring, mostly_slow
 
 # JAX warns wherever the backend lowers. That it will be removed is known, and the reason why
@@ -141,6 +148,12 @@ def test_empty_blocks_and_rows_that_bring_nothing():
             phases=[0, 5, 0, 0, 9, 0],
         ),
     )
+
+
+@pytest.mark.parametrize("runs", mostly_slow([False, True]))
+def test_layers_share_the_work_of_their_plan(runs):
+    one = case([[0, 1], [1, 0, 2], [0, 3], []], [1, 1, 1, 0], [20, 70, 3, 0, 9, 0])
+    compare_layers("triton", INTERPRETED, DECODE, one, runs=runs)
 
 
 @pytest.mark.slow
