@@ -180,6 +180,7 @@ def rotate(
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    cos, sin = jnp.broadcast_to(cos, first.shape), jnp.broadcast_to(sin, first.shape)
     rotated = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
