@@ -117,7 +117,7 @@ def partial_row(work: Work, item: Array, head: Array, query: Array) -> Array:
 
 
 class WorkForm(NamedTuple):
-    """What the work of a pass depends on beside its plan; see `make_work`."""
+    """The numbers that the work of a pass depends on beside its plan; see `make_work`."""
 
     group: int
     kv_heads: int
