@@ -107,6 +107,7 @@ def generate(
     warm_up: bool = False,
     on_tokens: Callable[[Any], None] | None = None,
     engine: "Engine | None" = None,
+    alone: bool | None = None,
 ) -> Completions:
     """Samples n completions of each prompt, and shares the prompts' common prefixes.
 
@@ -118,12 +119,12 @@ def generate(
       best_of: completions of each prompt to sample, of which the n with the largest `logprob` are
         given, the best first; default n. The `best_of` of a prompt's own sampler wins over it.
       top_logprobs, logprobs, share, prefix: see `Branches`.
-      max_rows, max_kv_bytes, costs: see `Branches`.
+      max_rows, max_kv_bytes, costs, alone: see `Branches`.
       warm_up: compile everything before the clock starts.
       on_tokens: called between dispatches with the run so far.
       engine: of the same model, in whose memory and passes the completions run, beside its other
-        requests and sessions. It shares prefixes by itself, so that `share`, `prefix`, `max_rows`,
-        `max_kv_bytes`, `costs`, `warm_up` and `on_tokens` are not for it. The texts are the same.
+        requests and sessions. It shares prefixes by itself: `share`, `prefix`, `max_rows`, `alone`,
+        `max_kv_bytes`, `costs`, `warm_up`, `on_tokens` are not for it. The texts are the same.
 
     Raises:
       ValueError: see `Branches`, or an engine of another model or with one of those settings.
@@ -132,14 +133,13 @@ def generate(
         other completions.
     """
     check_model(model)
-    of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop}
+    of_texts = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": stop, "logprobs": logprobs}
     of_texts |= {"include_stop": include_stop, "top_logprobs": top_logprobs}
-    of_texts["logprobs"] = logprobs
     sampler = default_sampler(model) if sampler is None else as_sampler(sampler)
     count, best_of = chosen("n", n, sampler, 1), chosen("best_of", best_of, sampler)
     prompts, kept = _samples_to_take(model, prompts, count, best_of, prefix)
     sampler = dataclasses.replace(sampler, best_of=None) if sampler.best_of else sampler
-    of_run = {"share": share, "prefix": prefix, "max_rows": max_rows}
+    of_run = {"share": share, "prefix": prefix, "max_rows": max_rows, "alone": alone}
     of_run |= {"max_kv_bytes": max_kv_bytes, "costs": costs}
     if engine:
         _check_none(**of_run, warm_up=warm_up or None, on_tokens=on_tokens)

@@ -86,6 +86,8 @@ class Branches:
       costs: of a pass on this device; default the measurements of `jaxshare calibrate`, or else a
         roofline of the device (`jaxshare.serving.kvcache.sharing_cost.choose`).
       skip: (prompt, index) of completions not to sample.
+      alone: the process has no sessions and no engine. The program of a run of few rows then has no
+        part for sessions: it is compiled in five sixths of the time, and is of use to no engine.
 
     Raises:
       ValueError: no prompts, an empty one, n, max_new_tokens or max_rows below 1, a prompt that
@@ -122,10 +124,11 @@ class Branches:
         max_kv_bytes: int | None = None,
         costs: Costs | None = None,
         skip: Collection[tuple[int, int]] = (),
+        alone: bool | None = None,
     ):
         bounds = {"max_rows": max_rows, "max_kv_bytes": max_kv_bytes}
         check_settings(model, prompts, prefix, share=share, **bounds)
-        self._peak_tokens = 0
+        self._peak_tokens, self._alone = 0, alone
         self.sampler = sampler or default_sampler(model)
         texts = {"max_new_tokens": max_new_tokens, "stop": stop, "include_stop": include_stop}
         call = CallAnswering.of(model, self.sampler, seed=seed, **texts)
@@ -161,8 +164,7 @@ class Branches:
         self.unique_tokens = before + plan.unique_tokens
         self.passes, self.seconds, self.compile_seconds, self.sampled_tokens = 0, 0.0, 0.0, 0
         self._prefix, self._kv_tokens, self._state_rows = prefix, plan.kv_tokens, plan.state_rows
-        self._live: dict[Request, None] = {}  # submitted and not finished
-        self._ended: collections.deque[Completion] = collections.deque()
+        self._live, self._ended = dict[Request, None](), collections.deque[Completion]()
 
     def __repr__(self) -> str:
         """A line with its size and how far it is."""
@@ -263,7 +265,8 @@ class Branches:
                 [min(block.rows, self.rows) for block in self.sharing_plan.blocks],
                 self._state_rows,
             ),
-            takes_sessions=self._state_rows <= FEW_ROWS,  # as an engine, whose program it can use
+            # as an engine, whose program it can use
+            takes_sessions=not self._alone and self._state_rows <= FEW_ROWS,
         )
 
     def _run(

@@ -151,6 +151,7 @@ def _complete(
             logprobs=options.logprobs or RAW,
             seed=options.seed,
             on_tokens=show,
+            alone=options.alone,
         )
     if options.json:
         print(json.dumps(_as_json(result)), flush=True)

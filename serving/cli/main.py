@@ -103,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     garbage.collect_seldom()
     garbage.leave_at_exit()
     given, args = split(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(given, argparse.Namespace(args=args))
+    # Called as a function it may share the process with engines and sessions.
+    alone = arguments is None
+    options = _parser().parse_args(given, argparse.Namespace(args=args, alone=alone))
     try:
         compile_cache.enable(getattr(options, "compile_cache", None))
         with progress.DISPLAY.session("quiet" in options), reported_compiles():

@@ -553,6 +553,20 @@ def test_everything_skipped_runs_nothing():
     assert list(run.stream()) == [] and run.passes == 0
 
 
+def test_runs_alone_have_no_part_for_sessions_and_the_same_texts():
+    found, places = [], []
+    for alone in (False, True):
+        run = Branches(one_layer(), FOREST, max_new_tokens=NEW, sampler=WARM, alone=alone)
+
+        def look(run: Branches) -> None:
+            assert run._scheduler.decode_rows.state is not None
+            places.append(run._scheduler.decode_rows.state.steps.marks.shape[1])
+
+        found.append({(c.prompt, c.index): c.tokens for c in run.stream(look)})
+        assert (places[-1] == 0) is alone
+    assert found[0] == found[1] and len(found[0]) == len(NUMBERS)
+
+
 def test_completions_come_as_they_end():
     # The second of the first three rows must end before the first.
     seed = next(

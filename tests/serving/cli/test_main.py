@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxshare import models, progress
-from jaxshare.serving.cli import main
+from jaxshare.serving.cli import generate, main
 from tests.helpers import folder_of_first_layers
 from tests.paths import FIXTURES
 
@@ -72,6 +72,14 @@ def test_a_terminal_has_progress_on_stderr_but_with_quiet(monkeypatch, capsys, s
 
 
 @pytest.mark.slow
+def test_a_command_is_alone_in_its_process_and_a_call_may_not_be(monkeypatch):
+    seen = []
+    monkeypatch.setattr(generate, "run", lambda options: seen.append(options.alone) or 0)
+    monkeypatch.setattr(sys, "argv", ["jaxshare", "generate", "embedded"])
+    assert main.main() == main.main(sys.argv[1:]) == 0
+    assert seen == [True, False]
+
+
 def test_generate_says_what_it_chose_and_warns_of_equal_texts(shallow):
     """On stderr, in plain sentences, as a user's own process shows them."""
     done = subprocess.run(

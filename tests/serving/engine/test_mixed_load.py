@@ -207,7 +207,7 @@ def test_what_branches_on_an_engine_cannot_have_is_refused():
     with narrow() as engine:
         with pytest.raises(ValueError, match="logprobs cannot be had with resample"):
             engine.submit(CALLS[0][0], logprobs=True, resample="stepwise")
-        for option, value in (("share", True), ("max_rows", 3), ("warm_up", True)):
+        for option, value in (("share", True), ("max_rows", 3), ("alone", True), ("warm_up", 1)):
             with pytest.raises(ValueError, match=f"{option} is not for a call with an engine"):
                 generate(model(), TREE, engine=engine, **{option: value})
         other = dataclasses.replace(model(), params={**model().params})
