@@ -368,7 +368,7 @@ class DecodeState:
 
     def outputs(self) -> list[list[int]]:
         """The tokens that each row has sampled and that are not taken, on the host."""
-        tokens, counts = np.asarray(self.tokens), np.asarray(self.num_held)
+        tokens, counts = np.asarray(self.tokens), np.asarray(self.num_sampled) - self.num_taken
         return [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)]
 
     def without_outputs(self) -> "DecodeState":

@@ -5,6 +5,7 @@ Hogwild! Inference, section 4.1 and appendix C.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,20 +70,23 @@ def flush(session: SessionState, recorder: Recorder | None = None) -> Array:
     reasons = np.where(count, FinishReason.RUNNING.value, FinishReason.UNUSED.value)
     part = dataclasses.replace(
         state.without_outputs(),
-        # Copies: the session goes on with its own.
-        logits=state.logits + 0.0,
-        top_logits=jax.tree.map(jnp.copy, state.top_logits),
-        num_pending=jnp.asarray(count, jnp.int32),
+        **({} if session.shares_passes else _donated(state)),
+        num_pending=count.astype(np.int32),
         max_new_tokens=state.num_sampled + 0,  # none is sampled
-        reasons=jnp.asarray(reasons, jnp.int32),
-        session=jnp.arange(len(count), dtype=jnp.int32),
-        halts=jnp.zeros(len(count), bool),
+        reasons=reasons.astype(np.int32),
+        session=np.arange(len(count), dtype=np.int32),
+        halts=np.zeros(len(count), bool),
     )
     after = run_beside(session, part, 1, automata=session.automata, listed=roster.listed)
     broken = np.asarray(after.reasons) == FinishReason.ERROR
     for name in [name for name in roster.names if broken[roster.row(name)]][:1]:
         session.fail(name, session.passes)
     return after.cache.lengths
+
+
+def _donated(state: DecodeState) -> dict[str, Any]:
+    """Copies of what passes of a session alone take, which goes on with its own."""
+    return {name: jax.tree.map(jnp.copy, getattr(state, name)) for name in ("logits", "top_logits")}
 
 
 def _given_answer(session: SessionState) -> Answer | None:
