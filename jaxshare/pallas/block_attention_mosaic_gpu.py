@@ -9,6 +9,7 @@ them (Hogwild! section 3.4).
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,7 +140,8 @@ def segment_queries(
     known = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
     here = by_head.at[:, work.taken].get(**known).astype(jnp.float32)
     cos, sin = (
-        x.reshape(-1, x.shape[-1]).at[work.turned].get(**known)
+        # of pairs that there may be none of
+        x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).at[work.turned].get(**known)
         for x in (plan.query_cos, plan.query_sin)
     )
     return (rotate(here, cos, sin) * scale).astype(dtype)

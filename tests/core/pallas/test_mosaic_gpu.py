@@ -58,10 +58,14 @@ def test_shared_and_private_blocks_that_start_anywhere():
     check(DECODE, case([[0, 3, 1], [], []], [1, 0, 0], [0, 129, 0, 64], seed=1))
 
 
-@pytest.mark.parametrize("runs", mostly_slow([False, True]))
-def test_layers_share_the_work_of_their_plan(runs):
+@pytest.mark.parametrize(
+    ("rotary", "runs"), mostly_slow([(64, False), (0, False), (64, True)], 2, several=True)
+)
+def test_layers_share_the_work_of_their_plan(rotary, runs):
     one = case([[0, 1], [1, 0, 2], [0, 3]], [1, 1, 1], [20, 70, 3, 0])
-    compare_layers("mosaic_gpu", INTERPRETED, DECODE, one, runs=runs)
+    compare_layers(
+        "mosaic_gpu", INTERPRETED, dataclasses.replace(DECODE, rotary=rotary), one, runs=runs
+    )
 
 
 @pytest.mark.slow

@@ -150,10 +150,14 @@ def test_empty_blocks_and_rows_that_bring_nothing():
     )
 
 
-@pytest.mark.parametrize("runs", mostly_slow([False, True]))
-def test_layers_share_the_work_of_their_plan(runs):
+@pytest.mark.parametrize(
+    ("rotary", "runs"), mostly_slow([(64, False), (0, False), (64, True)], 2, several=True)
+)
+def test_layers_share_the_work_of_their_plan(rotary, runs):
     one = case([[0, 1], [1, 0, 2], [0, 3], []], [1, 1, 1, 0], [20, 70, 3, 0, 9, 0])
-    compare_layers("triton", INTERPRETED, DECODE, one, runs=runs)
+    compare_layers(
+        "triton", INTERPRETED, dataclasses.replace(DECODE, rotary=rotary), one, runs=runs
+    )
 
 
 @pytest.mark.slow
