@@ -219,12 +219,9 @@ def write_tokens(arena: Arena, new: Float[Array, "R T K D"], plan: Appends) -> A
         # element, and windows are copied faster.
         return jax.lax.platform_dependent(
             arena,
-            new.swapaxes(1, 2),  # [R, K, T, D]
-            plan.write_at,
-            plan.write_to,
-            plan.count,
-            cuda=_scatter,
-            default=functools.partial(_write_windows, plan.token_sharding),
+            new,
+            cuda=functools.partial(_scatter, plan),
+            default=functools.partial(_write_windows, plan),
         )
 
     # Backends read whole tiles and give what a row does not see a weight of 0; 0 times what is not
@@ -232,24 +229,19 @@ def write_tokens(arena: Arena, new: Float[Array, "R T K D"], plan: Appends) -> A
     return jax.tree.map(written, arena, as_stored(new, arena))
 
 
-def _scatter(arena: Array, new: Array, write_at: Array, write_to: Array, count: Array) -> Array:
-    rows, kv_heads, width, dim = new.shape
-    return arena.at[:, write_to.reshape(-1)].set(
-        new.swapaxes(0, 1).reshape(kv_heads, rows * width, dim),
+def _scatter(plan: Appends, arena: Array, new: Array) -> Array:
+    rows, width, kv_heads, dim = new.shape
+    return arena.at[:, plan.write_to.reshape(-1)].set(
+        new.transpose(2, 0, 1, 3).reshape(kv_heads, rows * width, dim),
         mode="drop",
         unique_indices=True,
         wrap_negative_indices=False,
     )
 
 
-def _write_windows(
-    sharded: CyclicSharding,
-    arena: Array,
-    new: Array,
-    write_at: Array,
-    write_to: Array,
-    count: Array,
-) -> Array:
+def _write_windows(plan: Appends, arena: Array, new: Array) -> Array:
+    sharded, write_at = plan.token_sharding, plan.write_at
+    new = new.swapaxes(1, 2)  # [R, K, T, D]
     width = min(new.shape[2], arena.shape[1])
 
     def write_row(r, arena: Array) -> Array:
@@ -257,14 +249,14 @@ def _write_windows(
         # Where it would extend past the arena's end it is shifted left, and the tokens in it right.
         start = jnp.minimum(sharded.local_count(write_at[r]), arena.shape[1] - width)
         token = sharded.global_index(start + jnp.arange(width)) - write_at[r]
-        window = jax.lax.dynamic_slice_in_dim(arena, start, width, axis=1)
+        window = _window(arena, start, width)
         shifted = (
             new[r]
             if new.shape[2] == 1
             else jnp.take(new[r], jnp.clip(token, 0, new.shape[2] - 1), axis=1)
         )
-        window = jnp.where(((token >= 0) & (token < count[r]))[:, None], shifted, window)
-        return jax.lax.dynamic_update_slice_in_dim(arena, window, start, axis=1)
+        window = jnp.where(((token >= 0) & (token < plan.count[r]))[:, None], shifted, window)
+        return _with_window(arena, start, window)
 
     if new.shape[0] <= _UNROLLED_ROWS:
         # The barrier keeps what made the new tokens out of each row's kernel, where it would be
@@ -274,6 +266,18 @@ def _write_windows(
             arena = write_row(r, arena)
         return arena
     return jax.lax.fori_loop(0, new.shape[0], write_row, arena)
+
+
+def _window(arena: Array, start: Array, size: int) -> Array:
+    """The `size` tokens from `start` on, which is not negative."""
+    sizes = arena.shape[0], size, arena.shape[2]
+    return jax.lax.dynamic_slice(arena, (0, start, 0), sizes, allow_negative_indices=False)
+
+
+def _with_window(arena: Array, start: Array, window: Array) -> Array:
+    """The arena with other tokens from `start` on, which is not negative."""
+    at = (0, start, 0)
+    return jax.lax.dynamic_update_slice(arena, window, at, allow_negative_indices=False)
 
 
 def copy_tokens(
@@ -296,18 +300,13 @@ def copy_tokens(
         real = ((token >= 0) & (token < left))[:, None]
         pick = jnp.clip(token + (source + done - read), 0, tile - 1)
 
-        def window(arena: Array, start: Array) -> Array:
-            size = arena.shape[0], tile, arena.shape[2]
-            return jax.lax.dynamic_slice(arena, (0, start, 0), size, allow_negative_indices=False)
-
         def taken(arena: Array) -> Array:
-            found = window(arena, read).at[:, pick]
+            found = _window(arena, read, tile).at[:, pick]
             return found.get(mode="promise_in_bounds", wrap_negative_indices=False)
 
         def written(arena: Array, piece: Array) -> Array:
-            new = jnp.where(real, piece, window(arena, write))
-            at = (0, write, 0)
-            return jax.lax.dynamic_update_slice(arena, new, at, allow_negative_indices=False)
+            new = jnp.where(real, piece, _window(arena, write, tile))
+            return _with_window(arena, write, new)
 
         def copied(arena: Arena, angle: tuple[Array, Array] | None = None) -> Arena:
             piece = jax.tree.map(taken, arena)

@@ -35,6 +35,14 @@ def _imported(find: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
     return backend
 
 
+def _mosaic_gpu() -> Any:
+    return importlib.import_module("jaxshare.pallas.block_attention_mosaic_gpu")
+
+
+def _triton() -> Any:
+    return importlib.import_module("jaxshare.pallas.block_attention_triton")
+
+
 def _cpu_attention() -> Backend:
     if not cpu.used_for("cpu"):
         raise NotImplementedError("its kernels are turned off, or not for this device")
@@ -42,16 +50,8 @@ def _cpu_attention() -> Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "mosaic_gpu": _imported(
-        lambda: (
-            importlib.import_module(
-                "jaxshare.pallas.block_attention_mosaic_gpu"
-            ).mosaic_gpu_attention
-        )
-    ),
-    "triton": _imported(
-        lambda: importlib.import_module("jaxshare.pallas.block_attention_triton").triton_attention
-    ),
+    "mosaic_gpu": _imported(lambda: _mosaic_gpu().mosaic_gpu_attention),
+    "triton": _imported(lambda: _triton().triton_attention),
     "cpu": _imported(_cpu_attention),
     "xla": xla_attention,
     "reference": reference_attention,
@@ -61,16 +61,8 @@ NotImplementedError, saying why."""
 
 
 WITH_WORK: dict[str, Callable[..., Plan]] = {
-    "mosaic_gpu": _imported(
-        lambda: (
-            importlib.import_module(
-                "jaxshare.pallas.block_attention_mosaic_gpu"
-            ).with_mosaic_gpu_work
-        )
-    ),
-    "triton": _imported(
-        lambda: importlib.import_module("jaxshare.pallas.block_attention_triton").with_triton_work
-    ),
+    "mosaic_gpu": _imported(lambda: _mosaic_gpu().with_mosaic_gpu_work),
+    "triton": _imported(lambda: _triton().with_triton_work),
 }
 """By name, of the backends that make more of a plan: (q, keys, values, plan) -> plan with it. They
 raise as the backends do."""

@@ -357,9 +357,9 @@ class DecodeState:
         return jnp.asarray(self.reasons) == FinishReason.RUNNING
 
     @property
-    def num_held(self) -> Int[Array, " R"]:
+    def num_held(self) -> Int[Array | np.ndarray, " R"]:
         """The number of sampled tokens that `tokens` holds."""
-        return jnp.asarray(self.num_sampled) - self.num_taken
+        return self.num_sampled - self.num_taken
 
     @property
     def queue_capacity(self) -> int:
@@ -368,7 +368,7 @@ class DecodeState:
 
     def outputs(self) -> list[list[int]]:
         """The tokens that each row has sampled and that are not taken, on the host."""
-        tokens, counts = np.asarray(self.tokens), np.asarray(self.num_sampled) - self.num_taken
+        tokens, counts = np.asarray(self.tokens), np.asarray(self.num_held)
         return [row[:n].tolist() for row, n in zip(tokens, counts, strict=True)]
 
     def without_outputs(self) -> "DecodeState":

@@ -28,7 +28,7 @@ from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
 from jaxshare.pallas.scores import query_scale
 from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
 from jaxshare.pallas.wide_kernel_mosaic_gpu import WideMemory, wide_kernel
-from jaxshare.pallas.work_items import Work, WorkForm, with_work, work_of
+from jaxshare.pallas.work_items import Work, WorkForm, keep_work, work_of
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena
 from jaxshare.rope import rotate
@@ -77,7 +77,7 @@ def with_mosaic_gpu_work(q: jax.ShapeDtypeStruct, keys: Arena, values: Arena, pl
     Raises:
       NotImplementedError: as `mosaic_gpu_attention`.
     """
-    return with_work(plan, _chosen(q, keys, values, plan)[2])
+    return keep_work(plan, _chosen(q, keys, values, plan)[2])
 
 
 def _chosen(

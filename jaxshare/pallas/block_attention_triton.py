@@ -25,7 +25,7 @@ from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
 from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.scores import capped, query_scale
 from jaxshare.pallas.tiles import TritonTiles, choose_triton
-from jaxshare.pallas.work_items import Work, WorkForm, partial_row, with_work, work_of
+from jaxshare.pallas.work_items import Work, WorkForm, keep_work, partial_row, work_of
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena, approximation
 
@@ -72,7 +72,7 @@ def triton_attention(
 
 def with_triton_work(q: jax.ShapeDtypeStruct, keys: Arena, values: Arena, plan: Plan) -> Plan:
     """The plan with what all layers of such queries have in common. Raises as `triton_attention`."""
-    return with_work(plan, _chosen(q, keys, values, plan)[2])
+    return keep_work(plan, _chosen(q, keys, values, plan)[2])
 
 
 def _chosen(

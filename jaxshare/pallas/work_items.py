@@ -117,7 +117,17 @@ def partial_row(work: Work, item: Array, head: Array, query: Array) -> Array:
 
 
 class WorkForm(NamedTuple):
-    """The numbers that the work of a pass depends on beside its plan; see `make_work`."""
+    """The numbers that the work of a pass depends on beside its plan.
+
+    Attributes:
+      group: G, query heads of a kv head.
+      kv_heads: K.
+      span: the most queries of a segment.
+      tile: tokens of a tile.
+      num_items: P, the number of items.
+      alignment: tiles start at multiples of it in the arena, for hardware whose bulk copies do.
+      setup: the tiles that take as long as the start and the end of a segment.
+    """
 
     group: int
     kv_heads: int
@@ -128,45 +138,20 @@ class WorkForm(NamedTuple):
     setup: int = 0
 
 
-def with_work(plan: Plan, form: WorkForm) -> Plan:
+def keep_work(plan: Plan, form: WorkForm) -> Plan:
     """The plan with the work of this form in it, so that layers need not make it."""
-    return dataclasses.replace(plan, work={**plan.work, form: make_work(plan, **form._asdict())})
+    return dataclasses.replace(plan, work={**plan.work, form: make_work(plan, form)})
 
 
 def work_of(plan: Plan, form: WorkForm) -> Work:
     """The work of this form: the plan's, or one that is made here."""
-    return plan.work[form] if form in plan.work else make_work(plan, **form._asdict())
+    return plan.work[form] if form in plan.work else make_work(plan, form)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("group", "kv_heads", "span", "tile", "num_items", "alignment", "setup"),
-)
-def make_work(
-    plan: Plan,
-    *,
-    group: int,
-    kv_heads: int,
-    span: int,
-    tile: int,
-    num_items: int,
-    alignment: int = 1,
-    setup: int = 0,
-) -> Work:
-    """The work of a pass.
-
-    Jitted by itself, so that plans share one trace.
-
-    Args:
-      plan: of the pass.
-      group: G, query heads of a kv head.
-      kv_heads: K.
-      span: the most queries of a segment.
-      tile: tokens of a tile.
-      num_items: P, the number of items.
-      alignment: tiles start at multiples of it in the arena, for hardware whose bulk copies do.
-      setup: the tiles that take as long as the start and the end of a segment.
-    """
+@functools.partial(jax.jit, static_argnames=("form",))
+def make_work(plan: Plan, form: WorkForm) -> Work:
+    """The work of a pass. Jitted by itself, so that plans share one trace."""
+    group, kv_heads, span, tile, num_items, alignment, setup = form
     rows, slots = plan.blocks.shape
     per_row = plan.positions.shape[1] * group
     pairs = _pairs(plan, per_row, span)

@@ -10,7 +10,7 @@ from jaxshare import KVCache, Layout, make_plan
 from jaxshare.models.config import ModelConfig
 from jaxshare.pallas.block_attention_mosaic_gpu import SETUP_TILES
 from jaxshare.pallas.device import H200
-from jaxshare.pallas.work_items import make_work
+from jaxshare.pallas.work_items import WorkForm, make_work
 from scripts.gpu.programs import HISTORY, MODEL, Step, Traced, arranged, shapes
 
 
@@ -40,12 +40,14 @@ def work_alone(step: Step, config: ModelConfig = MODEL, history: int = HISTORY) 
         # same kernels.
         items = make_work(
             made,
-            group=config.num_heads // config.num_kv_heads,
-            kv_heads=config.num_kv_heads,
-            span=128,
-            tile=64,
-            num_items=H200.multiprocessors,
-            setup=SETUP_TILES,
+            WorkForm(
+                group=config.num_heads // config.num_kv_heads,
+                kv_heads=config.num_kv_heads,
+                span=128,
+                tile=64,
+                num_items=H200.multiprocessors,
+                setup=SETUP_TILES,
+            ),
         )
         return dataclasses.replace(made, shared=None, grouped=(), private=None), items  # pyright: ignore[reportArgumentType]
 

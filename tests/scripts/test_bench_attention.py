@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxshare.attention.api import BACKENDS
-from jaxshare.pallas.work_items import make_work
+from jaxshare.pallas.work_items import WorkForm, make_work
 from scripts.bench import attention as bench
 from scripts.bench import peer, roofline
 from scripts.bench.parts.attention import cases, chip, plots, speed
@@ -517,16 +517,8 @@ def test_private_rows_wait_for_memory():
 @pytest.mark.slow
 def test_the_roofline_cuts_as_the_work_plan_does():
     case = cases.shared(Heads(2, 8, 16), 20, 300, 9)  # 160 queries of the prefix: two segments
-    work = make_work(
-        cases.make(case, 0).plan,
-        group=8,
-        kv_heads=2,
-        span=chip.SPAN,
-        tile=64,
-        num_items=7,
-        alignment=8,
-        setup=1,
-    )
+    form = WorkForm(group=8, kv_heads=2, span=chip.SPAN, tile=64, num_items=7, alignment=8, setup=1)
+    work = make_work(cases.make(case, 0).plan, form)
     segments = chip.segments(case, 64)
     count = int(work.count)
     assert [(s.queries, s.tiles) for s in segments] == list(

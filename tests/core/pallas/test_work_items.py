@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import KVCache, Rope, make_plan
-from jaxshare.pallas.work_items import make_work, partial_row
+from jaxshare.pallas.work_items import WorkForm, make_work, partial_row
 from tests.helpers import mostly_slow, pad_rows
 
 
@@ -123,8 +123,7 @@ def planned(shape: Shape, case: Case, start: int = 3):
         width=shape.width,
         window=shape.window,
     )
-    work = make_work(
-        plan,
+    form = WorkForm(
         group=shape.group,
         kv_heads=shape.kv_heads,
         span=shape.span,
@@ -133,6 +132,7 @@ def planned(shape: Shape, case: Case, start: int = 3):
         alignment=shape.alignment,
         setup=shape.setup,
     )
+    work = make_work(plan, form)
     return jax.tree.map(np.asarray, work), offsets, grown
 
 

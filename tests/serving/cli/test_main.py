@@ -71,7 +71,6 @@ def test_a_terminal_has_progress_on_stderr_but_with_quiet(monkeypatch, capsys, s
     assert len(json.loads(capsys.readouterr().out)["completions"]) == 2
 
 
-@pytest.mark.slow
 def test_a_command_is_alone_in_its_process_and_a_call_may_not_be(monkeypatch):
     seen = []
     monkeypatch.setattr(generate, "run", lambda options: seen.append(options.alone) or 0)
@@ -80,6 +79,7 @@ def test_a_command_is_alone_in_its_process_and_a_call_may_not_be(monkeypatch):
     assert seen == [True, False]
 
 
+@pytest.mark.slow
 def test_generate_says_what_it_chose_and_warns_of_equal_texts(shallow):
     """On stderr, in plain sentences, as a user's own process shows them."""
     done = subprocess.run(

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxshare.pallas.block_attention_mosaic_gpu import SETUP_TILES
-from jaxshare.pallas.work_items import make_work
+from jaxshare.pallas.work_items import WorkForm, make_work
 from scripts.bench.parts.attention import cases
 from scripts.bench.parts.attention.cases import Case, Heads, Inputs
 from scripts.bench.parts.attention.speed import (
@@ -175,8 +175,7 @@ def planned(inputs: Inputs, heads: Heads, items: int) -> Planned:
     """The parts of a pass on a GPU backend that are made once: the plan without the tiles that only
     the xla backend reads, and the work items."""
     plan = inputs.plan
-    work = make_work(
-        plan,
+    form = WorkForm(
         group=heads.group,
         kv_heads=heads.num_kv_heads,
         span=128,
@@ -185,6 +184,7 @@ def planned(inputs: Inputs, heads: Heads, items: int) -> Planned:
         alignment=8,
         setup=SETUP_TILES,
     )
+    work = make_work(plan, form)
     return Planned(dataclasses.replace(plan, shared=None, grouped=(), private=None), work)  # pyright: ignore[reportArgumentType]
 
 
