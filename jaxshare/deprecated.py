@@ -162,7 +162,7 @@ MODULES: Mapping[str, str | tuple[str, ...]] = {
     "jaxshare.serving.tune_command": "jaxshare.serving.cli.tune",
     "jaxshare.serving.waves": "jaxshare.serving.branches.peak_use",
     "jaxshare.sizes": "jaxshare.layout",
-    "jaxshare.steps": "jaxshare.decoding.steps",
+    "jaxshare.steps": ("jaxshare.decoding.steps", "jaxshare.decoding.step_ends"),
     "jaxshare.work": "jaxshare.pallas.work_items",
 }
 """Old modules, and where what they held is now."""

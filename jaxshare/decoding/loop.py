@@ -7,7 +7,6 @@ decoding are one mechanism.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jax import Array
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.cache import KVCache
 from jaxshare.decoding.changes import Changes
+from jaxshare.decoding.conditional import apply_if
 from jaxshare.decoding.draw import draw_tokens, with_top_logits
 from jaxshare.decoding.few_rows import put_first, take_first
 from jaxshare.decoding.forced import Forced
@@ -25,10 +25,9 @@ from jaxshare.decoding.pieces import count_pieces, feed_in_pieces, num_pieces
 from jaxshare.decoding.sampling import history_after, largest
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.state import DecodeModel, DecodeState, FinishReason
-from jaxshare.decoding.steps import after_sampling
+from jaxshare.decoding.step_ends import after_sampling
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.deprecated import warn_renamed
-from jaxshare.pallas.device import current_device
 
 
 def decode(
@@ -218,22 +217,12 @@ def _run(
         goes_on = (state.passes < last) & (idle <= max_idle) & jnp.any(ready)
         return _Carry(state, idle, ready, goes_on)
 
-    none = jnp.zeros((), jnp.int32)
-    if current_device() is not None:
-        return jax.lax.while_loop(
-            lambda c: c.goes_on,
-            lambda c: sampled(fed(c.state, c.ready), c.idle),
-            sampled(state, none),
-        ).state
-
-    # A first step that only samples takes a loop more in each, for which a GPU would wait for its
-    # host; here sampling is compiled once for that.
+    # The first step only samples, so that sampling is compiled once.
     def step(carry: _Carry) -> _Carry:
-        ready = carry.ready
-        state = _apply_if(jnp.any(ready), carry.state, lambda state: fed(state, ready))
-        return sampled(state, carry.idle)
+        return sampled(fed(carry.state, carry.ready), carry.idle)
 
-    begin = _Carry(state, none, jnp.zeros_like(running_before), jnp.ones((), bool))
+    none, never = jnp.zeros((), jnp.int32), jnp.zeros_like(running_before)
+    begin = _Carry(state, none, never, jnp.ones((), bool))
     return jax.lax.while_loop(lambda c: c.goes_on, step, begin).state
 
 
@@ -262,9 +251,13 @@ def _fed(
     width: int,
     pieces: int | None,
 ) -> DecodeState:
-    """The state after a pass that bool[R] rows can take part in."""
+    """The state after a pass that bool[R] rows can take part in; the same if there are none."""
     if width == 1:
-        return _feed(model, params, _advanced(state, sessions, rows), rows, 1)
+        return apply_if(
+            jnp.any(rows),
+            state,
+            lambda s: _feed(model, params, _advanced(s, sessions, rows), rows, 1),
+        )
     wide = sessions.any(rows & (state.num_pending > 1)) & rows
     if pieces is None:
         wide = rows & jnp.any(wide)  # a wide pass has a place for each row anyway
@@ -273,18 +266,8 @@ def _fed(
         needed = jnp.where(wide, count_pieces(jnp.minimum(state.num_pending, width)), 0)
         wide &= sessions.first_that_fit(needed, pieces)
     state = _advanced(state, sessions, wide | narrow)
-    state = _apply_if(jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, pieces))
-    return _apply_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
-
-
-def _apply_if(
-    condition: Array, state: DecodeState, change: Callable[[DecodeState], DecodeState]
-) -> DecodeState:
-    """The changed state where bool[] `condition` holds, and else the same."""
-    # A loop of one iteration or none, because a conditional would copy the cache.
-    return jax.lax.while_loop(
-        lambda s: s[1], lambda s: (change(s[0]), jnp.zeros((), bool)), (state, condition)
-    )[0]
+    state = apply_if(jnp.any(wide), state, lambda s: _feed(model, params, s, wide, width, pieces))
+    return apply_if(jnp.any(narrow), state, lambda s: _feed(model, params, s, narrow, 1))
 
 
 def _has_room(state: DecodeState) -> Array:
@@ -296,7 +279,8 @@ def _has_room(state: DecodeState) -> Array:
 def _advanced(state: DecodeState, sessions: Sessions, rows: Array) -> DecodeState:
     """The state in a pass that these bool[R] rows take part in, and so do their sessions."""
     took_part = sessions.any(rows).astype(jnp.int32)
-    return dataclasses.replace(state, clock=state.clock + took_part, passes=state.passes + 1)
+    passes = state.passes + jnp.any(rows).astype(jnp.int32)
+    return dataclasses.replace(state, clock=state.clock + took_part, passes=passes)
 
 
 def _feed(
@@ -387,52 +371,4 @@ def _sample(state: DecodeState, sessions: Sessions) -> DecodeState:
     )
     if not state.steps.marks.shape[1]:
         return sampled
-    in_steps = due & ((state.steps.ends > 0) | (state.steps.answers > 0))
-    return _apply_if(
-        jnp.any(in_steps),
-        sampled,
-        lambda s: _end_steps(s, sessions, token, index, due, stopped),
-    )
-
-
-def _end_steps(
-    state: DecodeState,
-    sessions: Sessions,
-    token: Array,
-    index: Array,
-    due: Array,
-    stopped: Array,
-) -> DecodeState:
-    """Ends the steps that the sampled tokens end, and opens the next ones.
-
-    Ends all rows of a session where there is an answer or nothing can move.
-    """
-    steps, cache, outcome = after_sampling(
-        state.steps,
-        state.cache,
-        state.layout,
-        sessions,
-        token,
-        index,
-        due,
-        stopped,
-        state.running,
-        state.clock,
-    )
-    running = state.running
-    reasons = jnp.where(outcome.unprepared, FinishReason.STEP.value, state.reasons)
-    reasons = jnp.where(outcome.full & running, FinishReason.CACHE_FULL.value, reasons)
-    reasons = jnp.where(outcome.done & (running | stopped), FinishReason.ANSWER.value, reasons)
-    opening = jnp.concatenate([token[:, None], outcome.opening], axis=1)
-    size = opening.shape[1]
-    return dataclasses.replace(
-        state,
-        steps=steps,
-        cache=cache,
-        record=state.record.log_moves(state.passes, outcome.moved),
-        reasons=reasons,
-        num_pending=jnp.where(outcome.opens, 1 + outcome.opening_size, state.num_pending),
-        pending=state.pending.at[:, :size].set(
-            jnp.where(outcome.opens[:, None], opening, state.pending[:, :size])
-        ),
-    )
+    return after_sampling(sampled, sessions, token, index, due, stopped)

@@ -1,27 +1,24 @@
 """Steps of rows: paragraphs that move to a shared block when finished (Hogwild! section 3.2).
 
-The decode loop calls `after_sampling` after it has sampled. The device alone finds where a step
-ends, whether it holds an answer, the tokens that open the next one, and the worker that is asked
-whether its work is redundant.
+The device alone finds where a step ends, whether it holds an answer, the tokens that open the next
+one, and the worker that is asked whether its work is redundant: `jaxshare.decoding.step_ends`, of
+which `Steps` is the state.
 """
 
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
-from jaxshare.cache import KVCache
 from jaxshare.decoding.array_rows import filled, placed, with_row
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
-from jaxshare.decoding.sampling import uniforms
-from jaxshare.decoding.sessions import Sessions
-from jaxshare.layout import Layout, bucket
+from jaxshare.layout import bucket
 from jaxshare.seeds import seed_words, stream_seed
 
 _MIN_ENTRIES = 2**14
@@ -257,180 +254,3 @@ class Steps:
             ask_every=put(self.ask_every, 0),
             due=put(self.due, False),
         )
-
-
-class StepOutcome(NamedTuple):
-    """The result of `after_sampling`.
-
-    Attributes:
-      done: bool[R], rows that need not write on, because there is an answer or, with `on_stop`, a
-        row of their session has stopped.
-      full: bool[R], the rows of sessions in which a finished step has no room where it has to move:
-        none of them can write on.
-      unprepared: bool[R], rows whose step has ended and that have no opening prepared.
-      opens: bool[R], rows whose step has ended and moved; they go on with the token that ended it
-        and the opening.
-      opening: int32[R, E], of which `opening_size` int32[R] tokens are real.
-      moved: bool[R], the rows of `opens` whose steps have a block to move to.
-    """
-
-    done: Array
-    full: Array
-    unprepared: Array
-    opens: Array
-    opening: Array
-    opening_size: Array
-    moved: Array
-
-
-class _Reading(NamedTuple):
-    """The automata's finds in the sampled tokens: bool[R], the states aside."""
-
-    end_state: Array
-    answer_state: Array
-    closed: Array  # an answer, with this token
-    answered: Array  # in the step so far
-    done: Array
-    complete: Array  # the row's last step has ended
-    ended: Array  # a step has ended, and another follows
-
-
-def after_sampling(
-    steps: Steps,
-    cache: KVCache,
-    layout: Layout,
-    sessions: Sessions,
-    token: Int[Array, " R"],
-    index: Int[Array, " R"],
-    sampled: Bool[Array, " R"],
-    stopped: Bool[Array, " R"],
-    running: Bool[Array, " R"],
-    passes: Int[Array, " R"],
-) -> tuple[Steps, KVCache, StepOutcome]:
-    """Reads the tokens just sampled, and moves the steps that they end, those of lower rows first.
-
-    Args:
-      sessions: of the rows.
-      token, index: the tokens, and their places in `Steps.marks`.
-      sampled, stopped, running: the rows that sampled, that sampled a stop token, and that may
-        write on.
-      passes: the number that each row has run.
-    """
-    read = _read(steps, sessions, token, sampled, stopped, running)
-    opening = steps.number + 1 - steps.base
-    unprepared = read.ended & ((opening < 0) | (opening >= steps.prepared))
-    # The rows after an unprepared one wait for it, so that steps move in the order of the rows, and
-    # so do those after one with an answer, which may turn out to be none.
-    waits = unprepared | (read.complete & (steps.targets >= 0))
-    unprepared = unprepared | (read.ended & (sessions.before(waits) > 0))
-    moves = read.ended & ~unprepared
-    to_target = moves & (steps.targets >= 0)
-    cache, left = _move(cache, layout, sessions, steps.targets, to_target)
-    opens = moves & ~left
-    asks = (opens | unprepared | read.complete) & steps.due
-
-    row, asking = jnp.arange(sampled.shape[0]), asks.astype(jnp.int32)
-    opening = jnp.clip(opening, 0, steps.openings.shape[1] - 1)
-    outcome = StepOutcome(
-        done=read.done,
-        full=sessions.any(left),
-        unprepared=unprepared,
-        opens=opens,
-        opening=steps.openings[row, opening, asking],
-        opening_size=steps.opening_sizes[row, opening, asking],
-        moved=to_target & ~left,
-    )
-    ends = read.complete | opens | unprepared
-    events = (Mark.STEP, ends), (Mark.ANSWER, read.closed), (Mark.ASKED, asks)
-    marks = sum(jnp.where(where, mark.value, 0) for mark, where in events)
-    # Rows that have not sampled write outside the arrays, which drop what they write.
-    index = jnp.where(sampled, index, steps.marks.shape[1])
-    advanced = _advanced(steps, read, sampled, opens)
-    steps = dataclasses.replace(
-        _with_question(advanced, sessions, asks, sampled, running),
-        marks=steps.marks.at[row, index].set(marks, mode="drop"),
-        sampled_at=steps.sampled_at.at[row, index].set(passes, mode="drop"),
-    )
-    return steps, cache, outcome
-
-
-def _read(
-    steps: Steps,
-    sessions: Sessions,
-    token: Array,
-    sampled: Array,
-    stopped: Array,
-    running: Array,
-) -> _Reading:
-    end_state, ended = steps.automata.step(steps.ends, steps.end_state, token)
-    answer_state, closed = steps.automata.step(steps.answers, steps.answer_state, token)
-    closed &= sampled
-    answered = steps.answered | closed
-    ended &= sampled & running
-    stopped = sampled & stopped
-    done = (ended | stopped | (steps.at_once & closed)) & answered
-    done |= (steps.together & sessions.any(done)) | (steps.on_stop & sessions.any(stopped))
-    return _Reading(end_state, answer_state, closed, answered, done, ended & done, ended & ~done)
-
-
-def _advanced(steps: Steps, read: _Reading, sampled: Array, opens: Array) -> Steps:
-    """The automata after the sampled tokens; those of rows that open a step start anew."""
-    starts = steps.automata.starts
-    end_state = jnp.where(sampled, read.end_state, steps.end_state)
-    answer_state = jnp.where(sampled, read.answer_state, steps.answer_state)
-    return dataclasses.replace(
-        steps,
-        end_state=jnp.where(opens, starts[steps.ends], end_state),
-        answer_state=jnp.where(opens, starts[steps.answers], answer_state),
-        answered=read.answered & ~opens,
-        number=steps.number + opens.astype(jnp.int32),
-    )
-
-
-def _with_question(
-    steps: Steps, sessions: Sessions, asks: Array, sampled: Array, running: Array
-) -> Steps:
-    """Counts the sampled tokens, and after `ask_every` of them makes a row due to be asked.
-
-    The row is a running one of the session, chosen at random. Rows that have just asked are due no
-    more.
-    """
-    new = sessions.total(sampled.astype(jnp.int32))
-    since = steps.since + new
-    can_ask = sessions.total(running.astype(jnp.int32))
-    # Passes in which others alone sample change nothing.
-    ask = (steps.ask_every > 0) & (since >= steps.ask_every) & (can_ask > 0) & (new > 0)
-    uniform = uniforms(steps.seed, steps.asked)
-    nth = (uniform * can_ask.astype(jnp.float32)).astype(jnp.int32)
-    chosen = running & (sessions.before(running) == nth)
-    return dataclasses.replace(
-        steps,
-        since=jnp.where(ask, since - steps.ask_every, since),
-        asked=steps.asked + ask.astype(jnp.int32),
-        due=(steps.due & ~asks) | (ask & chosen),
-    )
-
-
-def _move(
-    cache: KVCache, layout: Layout, sessions: Sessions, targets: Array, moves: Array
-) -> tuple[KVCache, Array]:
-    """Moves the blocks of bool[R] rows to their targets, in the order of the rows.
-
-    A block that does not fit stays, and so do those of the rows of its session after it.
-
-    Returns:
-      The cache, and bool[R]: the rows that have not moved.
-    """
-    written, rows = jnp.maximum(layout.written, 0), jnp.arange(moves.shape[0])
-
-    def move(state: tuple[KVCache, Array, Array]) -> tuple[KVCache, Array, Array]:
-        cache, to_do, left = state
-        row = jnp.argmax(to_do)
-        source, target = written[row], targets[row]
-        fits = cache.lengths[target] + cache.lengths[source] <= cache.capacities[target]
-        stays = ~fits & to_do & sessions.any(rows == row)
-        return cache.move(source, target, fits), to_do & (rows != row) & ~stays, left | stays
-
-    state = cache, moves, jnp.zeros_like(moves)
-    cache, _, left = jax.lax.while_loop(lambda state: jnp.any(state[1]), move, state)
-    return cache, left

@@ -60,7 +60,7 @@ same pass, and go for what is left."""
 _CHECKED, _ANSWERED = 0.33, 0.9
 """Shares of sessions whose workers check what others answer, and of those in which there are
 answers from the begin."""
-_LAPSES = Lapses(slips=0.03, yields=0.3)
+_LAPSES = Lapses(slips=0.03, yields=0.3, early=0.2)
 _FEW = 0.3
 """Share of typed problems with hardly any questions."""
 _GUESSES = 3
@@ -70,7 +70,7 @@ _CHATS, _TURNS, _SYSTEM, _PLAIN = 0.2, 3, 0.4, 0.3
 system names the workers, and of those that are a plain text without a template."""
 _SKELETONS = 0.2
 """Share of chats that are a stage of Skeleton-of-Thought."""
-_TYPED, _TYPED_CHATS, _OTHER = 0.3, 0.7, 0.3
+_TYPED, _TYPED_CHATS, _OTHER = 0.45, 0.7, 0.3
 """Shares of problems as a person would type them, in sessions and in chats, and of a chat's messages
 that ask for something else."""
 _NAMES = (
@@ -123,8 +123,9 @@ def draw(script: Script, rng: random.Random) -> Lesson:
     questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MAX_QUESTIONS)))
     if many > 1 and rng.random() < _CROWDED:
         questions = rng.randint(2, many + 1)
-    if typed and rng.random() < _FEW:
-        questions = rng.randint(1, QUESTIONS)
+    if typed:
+        few = rng.random() < _FEW
+        questions = rng.randint(1, QUESTIONS) if few else rng.randint(QUESTIONS, MAX_QUESTIONS)
     checked, there = rng.random() < _CHECKED, []
     if checked:
         questions = min(questions, QUESTIONS + 1)

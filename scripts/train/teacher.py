@@ -11,7 +11,8 @@ lets the workers of a session go by it.
   elsewhere, and of equals the later in the list: "Question 3: Bob has it. Question 4: ...". Where
   steps are private, that happens when the other's result appears.
 - A question that goes on from the answer of another one is taken when that answer can be seen,
-  no matter which worker wrote it.
+  no matter which worker wrote it. A worker that has taken it too early sees so once it has named
+  the other one, and goes elsewhere: "Question 5: Answer 2: ?. Question 3: ...".
 - With nothing to take a worker waits; a worker that sees all results boxes them.
 - The finisher boxes what can be known when the time is up: also an answer whose working is complete
   and that only has to be written down.
@@ -28,15 +29,16 @@ from typing import Any
 
 from jaxshare.models.generation_config import Generation
 from jaxshare.serving import Format
-from jaxshare.serving.evaluation.arithmetic import SumsProblem, wait_body
+from jaxshare.serving.evaluation.arithmetic import Dependent, SumsProblem, wait_body
 from jaxshare.serving.workers.layouts import WorkersLayout
 from jaxshare.serving.workers.text.codec import Codec, codec_of
 
 YES, NO = " yes.", " no."
 UNKNOWN = "?"
 """The entry of a box for an answer that is not there yet."""
-_CLAIM = re.compile(r"Question (\d+)(?!\d|: ?(?!Answer )[^\d\s])")
-"""A question under way: one followed by a name was left to another worker."""
+_CLAIM = re.compile(r"Question (\d+)(?!\d|: ?(?!Answer )[^\d\s]|: ?Answer \d+: \?)")
+"""A question under way: one followed by a name was left to another worker, and one that goes on from
+an answer that is not there was left for later."""
 _CHECK = re.compile(r"Check (\d+)(?!\d|: ?(?!Answer )[^\d\s])")
 _RESULT = re.compile(r"Answer (\d+): (\d+)\.")
 FOUND = re.compile(r"Check (\d+):(?:(?!Check).)* Answer \1: (\d+), [^.]*(right|wrong)\.")
@@ -55,10 +57,13 @@ class Lapses:
       yields: part of the clashes in which the worker that has the question leaves it as well. For
         up to `_LONGEST_LULL` passes all then believe that it is taken, and wait if nothing else is
         left.
+      early: part of the choices, while a question waits for the answer of another one, that are for
+        such a question.
     """
 
     slips: float = 0.0
     yields: float = 0.0
+    early: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +254,7 @@ class Pupil:
         self._queue: list[int] = []
         self._wrong = 0  # how many of the tokens in the queue are not to be learned
         self._then, self._question = "open", 0
+        self._early = False  # the next claim comes too early
 
     def begin(self, asked: bool) -> None:
         """A paragraph is over, and the next one begins."""
@@ -285,10 +291,16 @@ class Pupil:
     def _open(self, sight: Sight) -> float:
         free = self._free(sight)
         self._question = 0
+        self._early = bool(self._lapses.early and self._blocked(sight)) and (
+            self._rng.random() < self._lapses.early
+        )
         if self._believed(free):
             self._plan(self._script.claim, "number")
         elif len(sight.results) == len(self._problem.questions):
             self._plan(self._script.codec.encode(box(self._problem, sight.results)), "stop")
+        elif self._early:
+            self._plan(self._script.claim, "number")
+            self._wrong = len(self._queue)
         else:
             self._wait(sight)
             return float(not free)
@@ -305,12 +317,12 @@ class Pupil:
         }
         free = self._free(sight) or sorted(unsolved)
         right = self._choice(free)
-        slip = self._rng.random() < self._lapses.slips
-        self._question = (
-            self._rng.choice(sorted(unsolved))
-            if slip
-            else self._choice(self._believed(free) or free)
-        )
+        if self._early and (blocked := self._blocked(sight)):
+            right, self._question = 0, self._rng.choice(blocked)
+        elif self._rng.random() < self._lapses.slips:
+            self._question = self._rng.choice(sorted(unsolved))
+        else:
+            self._question = self._choice(self._believed(free) or free)
         claim = self._script.claim
         self._plan(self._script.codec.encode(f" Question {self._question}")[len(claim) :], "work")
         return float(self._question == right)
@@ -322,9 +334,21 @@ class Pupil:
             self._lulls[self._question] = self._rng.randint(0, _LONGEST_LULL)
             self._leave(other)
             self._wrong = len(self._queue)
+        elif source := self._source():
+            self._plan(self._script.following(self.own.body, f": Answer {source}: "), "found")
         else:
             claim, body = f" Question {self._question}", self._problem.body(self._question)
             self._plan(self._script.following(claim, body.removeprefix(claim)), "end")
+        return 1.0
+
+    def _found(self, sight: Sight) -> float:
+        """The answer that its question goes on from is there by now, or is not."""
+        begun = f" Question {self._question}: Answer {self._source()}: "
+        if self._question in self._problem.open(sight.results):
+            body = self._problem.body(self._question)
+            self._plan(self._script.following(begun, body.removeprefix(begun)), "end")
+        else:
+            self._plan(self._script.following(begun, f"{UNKNOWN}."), "open")
         return 1.0
 
     def _end(self, sight: Sight) -> float:
@@ -352,6 +376,16 @@ class Pupil:
 
     def _free(self, sight: Sight) -> list[int]:
         return sorted(self._problem.open(sight.results) - sight.claimed)
+
+    def _blocked(self, sight: Sight) -> list[int]:
+        """The questions that go on from an answer that cannot be seen yet."""
+        every = {*range(1, len(self._problem.questions) + 1)}
+        return sorted(every - self._problem.open(sight.results) - sight.claimed)
+
+    def _source(self) -> int:
+        """The number of the question that the worker's own goes on from, 0 for none."""
+        question = self._problem.questions[self._question - 1]
+        return question.source if isinstance(question, Dependent) else 0
 
     def _believed(self, free: Sequence[int]) -> list[int]:
         """The questions that the worker believes to be free."""

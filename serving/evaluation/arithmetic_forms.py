@@ -119,12 +119,14 @@ _JOINTS = ("\n", "\n", "\n", ", ", "; ", " ")
 def sample_form(rng: random.Random) -> Form:
     """Samples a form to learn from: one of `FORMS`, or a new combination of parts.
 
-    Of `FORMS`, those without numbers are more frequent.
+    Of `FORMS`, those without numbers are more frequent, and those on one line the most: several
+    workers have to count what is listed before they can share it.
     """
     if rng.random() < 0.6:
-        return rng.choices(
-            [*FORMS.values()], [1 if "{}" in form.marker else 3 for form in FORMS.values()]
-        )[0]
+        weights = [
+            1 if "{}" in form.marker else 3 if "\n" in form.joint else 5 for form in FORMS.values()
+        ]
+        return rng.choices([*FORMS.values()], weights)[0]
     sentence = rng.choice((None, "", rng.choice(_SENTENCES)))
     joint, marker = rng.choice(_JOINTS), rng.choice(_MARKERS)
     if joint == "\n":

@@ -50,6 +50,10 @@ def script(model, format):
     return teacher.Script.of(model.tokenizer, model.config.vocab_size, model.generation, format)
 
 
+RATES = {"slips": 0.05, "yields": 0.0, "early": 0.0}
+"""Of lapses, where a test says no other."""
+
+
 def play(script, seed: int, count: int, layout: str, **options):
     """A lesson and its problem, of five to ten questions, every second one with dependent
     questions."""
@@ -57,7 +61,8 @@ def play(script, seed: int, count: int, layout: str, **options):
     problem = options.pop("problem", None) or make_problem(
         rng, rng.randint(5, 10), dependent=seed % 2 == 1
     )
-    lapses = teacher.Lapses(options.pop("slips", 0.05), options.pop("yields", 0.0))
+    rates = [options.pop(name, rate) for name, rate in RATES.items()]
+    lapses = teacher.Lapses(*rates)
     options = {"ask_every": 64, "seed": seed, "lapses": lapses} | options
     return sessions.play(script, problem, worker_names(count), layout, rng, **options), problem
 
@@ -389,7 +394,33 @@ def test_the_question_is_answered_truthfully(script, layout):
 
 def taken(text: str) -> set[int]:
     """The questions that a worker has taken up and not left at once."""
-    return {int(n) for n in re.findall(r"Question (\d)(?!\d|: ?(?!Answer)[A-Z])", text)}
+    left = r"(?!\d|: ?(?!Answer)[A-Z]|: Answer \d: \?)"
+    return {int(n) for n in re.findall(rf"Question (\d){left}", text)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_question_that_is_taken_too_early_is_left_for_later(script, layout):
+    """The answer that it goes on from is named, and is not to be seen; that it was taken is not
+    learned."""
+    codec, left = script.codec, 0
+    for seed in (1, 3, 5):
+        lesson, problem = play(script, seed, 2, layout, early=0.5, slips=0.0)
+        answers = text_of(problem)
+        weight = dict(zip(lesson.at.tolist(), lesson.weights.tolist(), strict=True))
+        for _, step in steps_of(codec, lesson):
+            text = codec.decode([target for _, target in step])
+            for found in re.finditer(r"Question (\d): Answer (\d): (\?|\d+)", text):
+                seen, source = before(codec, lesson.trace, step, found.start(3)), int(found[2])
+                is_there = f"Answer {source}: {answers[source - 1]}." in seen
+                assert is_there == (found[3] != "?")
+                assert text[found.start(3) :].startswith("?. ") or is_there
+                places = np.cumsum([0] + [len(codec.decode([target])) for _, target in step])
+                at, _ = step[int(np.searchsorted(places, found.start(1)))]
+                assert weight[at] == 0 or is_there
+                left += not is_there
+            if box := re.search(r"boxed\{([^}]*)\}", text):
+                assert box[1] == ", ".join(map(str, answers))
+    assert left > 2
 
 
 def test_workers_clash_and_turn_to_something_else(script):
