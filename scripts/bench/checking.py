@@ -31,7 +31,7 @@ from jaxshare.serving.evaluation.arithmetic import (
 from jaxshare.serving.workers.layouts import worker_names
 from scripts.bench.lib import Goal, Parser, finish, machine, own_command, table, versions
 from scripts.train.checking import wrong_body
-from scripts.train.teacher import FOUND
+from scripts.train.paragraphs import FOUND
 
 OTHER = "Zoe"
 """The name of the one that has answered before the workers begin."""

@@ -19,7 +19,8 @@ import random
 from collections.abc import Mapping
 
 from jaxshare.serving.evaluation.arithmetic import SumsProblem
-from scripts.train.teacher import Paragraph, Pupil, Sight
+from scripts.train.paragraphs import Paragraph, Sight
+from scripts.train.teacher import Pupil
 
 ERRORS = 0.4
 """The part of the answers that workers give wrong, for others to find. That is not learned."""

@@ -40,8 +40,9 @@ from jaxshare.trace.trace import NOT_ENDED, Trace
 from scripts.train.checking import said
 from scripts.train.other_requests import sample_request
 from scripts.train.pair_attention import Pairs
+from scripts.train.paragraphs import Paragraph
 from scripts.train.sessions import Lesson, chat, lone, plain, play
-from scripts.train.teacher import Lapses, Paragraph, Script
+from scripts.train.teacher import Lapses, Script
 
 MOST_WORKERS = 6
 _WORKERS = {1: 3, 2: 4, 3: 2, 4: 4, 5: 1, 6: 3}

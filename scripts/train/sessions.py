@@ -21,7 +21,8 @@ from jaxshare.serving.workers.session_state import FINISHER
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 from scripts.train.checking import CheckingPupil, findings
-from scripts.train.teacher import Lapses, Paragraph, Pupil, Script, Sight, box, worked
+from scripts.train.paragraphs import Paragraph, Sight
+from scripts.train.teacher import Lapses, Pupil, Script, box, worked
 
 NO_LAPSES = Lapses()
 WIDTH = 16
