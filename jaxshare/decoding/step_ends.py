@@ -1,7 +1,7 @@
 """The ends of steps: what the decode loop does once it has sampled, for rows that write in steps.
 
-`after_sampling` reads the sampled tokens, moves the steps that they end, those of lower rows first, and
-opens the next ones.
+`after_sampling` reads the sampled tokens, moves the steps that they end, those of lower rows first,
+and opens the next ones.
 """
 
 import dataclasses
@@ -95,36 +95,33 @@ def after_sampling(
       token, index: the tokens, and their places in `Steps.marks`.
       sampled, stopped: the rows that sampled, and that sampled a stop token.
     """
-    steps = state.steps
-    in_steps = jnp.any(sampled & ((steps.ends > 0) | (steps.answers > 0)))
+    in_steps = jnp.any(sampled & ((state.steps.ends > 0) | (state.steps.answers > 0)))
 
-    def find() -> _Ends:
-        return _find_ends(steps, sessions, token, sampled, stopped, state.running)
+    def find(state: DecodeState) -> _Ends:
+        return _find_ends(state.steps, sessions, token, sampled, stopped, state.running)
 
     def move(state: DecodeState, ends: _Ends) -> tuple[DecodeState, Array]:
         cache, left = _move_steps(
-            state.cache, state.layout, sessions, steps.targets, ends.to_target
+            state.cache, state.layout, sessions, state.steps.targets, ends.to_target
         )
         return dataclasses.replace(state, cache=cache), left
 
     def go_on(state: DecodeState, ends: _Ends, left: Array) -> DecodeState:
-        new, outcome = _after_moves(
-            steps, sessions, ends, left, index, sampled, state.running, state.clock
+        steps, outcome = _after_moves(
+            state.steps, sessions, ends, left, index, sampled, state.running, state.clock
         )
-        return _opened(dataclasses.replace(state, steps=new), outcome, token, stopped)
+        return _opened(dataclasses.replace(state, steps=steps), outcome, token, stopped)
 
     def all_of_it(state: DecodeState) -> DecodeState:
-        ends = find()
+        ends = find(state)
         state, left = move(state, ends)
         return go_on(state, ends, left)
 
     if current_device() is None:
         return apply_if(in_steps, state, all_of_it)
     # Steps move in a loop: without it the conditionals are a part of XLA's graphs.
-    shapes = jax.eval_shape(find)
-    ends = jax.lax.cond(
-        in_steps, find, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    )
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(find, state))
+    ends = jax.lax.cond(in_steps, find, lambda _: none, state)
     state, left = move(state, ends)
     return apply_if(in_steps, state, lambda state: go_on(state, ends, left))
 
