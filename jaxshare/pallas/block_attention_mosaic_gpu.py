@@ -25,6 +25,12 @@ from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim, shares_qu
 from jaxshare.pallas.items_mosaic_gpu import ALIGNMENT, WARPGROUP
 from jaxshare.pallas.kernel_mosaic_gpu import Barriers, attention_kernel
 from jaxshare.pallas.merge_mosaic_gpu import merge_pieces, padded_dim
+from jaxshare.pallas.products_mosaic_gpu import (
+    WIDEST,
+    WIDEST_OF_CODES,
+    WarpgroupProducts,
+    multiplies_by_warps,
+)
 from jaxshare.pallas.scores import query_scale
 from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
 from jaxshare.pallas.wide_kernel_mosaic_gpu import WideMemory, wide_kernel
@@ -33,6 +39,9 @@ from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena
 from jaxshare.rope import rotate
 
+_FAMILIES = (9, 10)
+"""Compute capabilities, without what is behind their points, of GPUs with bulk copies and with as
+much shared memory as the tiles take."""
 SETUP_TILES = 1
 """Tiles that take as long as the start and the end of a segment."""
 
@@ -100,13 +109,19 @@ def _chosen(
 def _checked(device: Device | None, keys: Arena, group: int) -> Device:
     if device is None:
         raise NotImplementedError(
-            f"it runs on NVIDIA GPUs of compute capability 9.0, and this is {jax.default_backend()}"
+            "it runs on NVIDIA GPUs of compute capability 9 and 10, and this is "
+            f"{jax.default_backend()}"
         )
-    if device.capability // 10 != 9:
-        # Later GPUs have other matrix instructions in place of wgmma.
+    if device.capability // 10 not in _FAMILIES:
         raise NotImplementedError(
-            f"it runs on GPUs of compute capability 9.0, and {device.kind} has "
+            f"it runs on GPUs of compute capability 9 and 10, and {device.kind} has "
             f"{device.capability / 10}"
+        )
+    most = WIDEST_OF_CODES if isinstance(keys, QuantisedTensor) else WIDEST
+    if multiplies_by_warps(device) and keys.shape[2] > most:
+        raise NotImplementedError(
+            f"on {device.kind} heads of {_numbers(keys).dtype} caches have at most {most} entries, "
+            f"and these have {keys.shape[2]}"
         )
     if keys.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"the cache must be bfloat16 or float16, not {keys.dtype}")
@@ -180,8 +195,9 @@ def _pieces(
         layout_of(plgpu, columns, size) for columns, size in ((dim, dtype.itemsize), (part, 4))
     )
     stages, query_stages = tiles.stages, tiles.query_stages
+    products = WarpgroupProducts.of(plgpu, device)
     kernel = functools.partial(
-        attention_kernel, plgpu, work, tiles, keys.shape[1], part, softcap, device.interpret
+        attention_kernel, plgpu, work, tiles, keys.shape[1], part, softcap, products
     )
     scratch = [
         plgpu.SMEM((query_stages, 2, WARPGROUP, dim), dtype, transforms=swizzled),

@@ -1,4 +1,4 @@
-"""The kernel of block attention for Hopper GPUs, in Pallas on Mosaic GPU.
+"""The kernel of block attention for Hopper and Blackwell GPUs, in Pallas on Mosaic GPU.
 
 One persistent program a multiprocessor takes one work item (`jaxshare.pallas.work_items`). Of its
 three warpgroups one fetches: queries of the next segment and tiles of keys and values, in bulk
@@ -12,9 +12,9 @@ copies, as many under way as shared memory holds. The two others compute, 64 que
 Where the cache approximates, tiles of codes are what is fetched, and they are converted before they
 are used (`jaxshare.pallas.codes_mosaic_gpu`).
 
-So one shape of program serves blocks that one row sees and blocks that a thousand see. Products are
-wgmma throughout: its 64 rows are mostly padding for a private block, but then memory, not the
-matrix units, sets the pace (benchmarks/roofline.md).
+So one shape of program serves blocks that one row sees and blocks that a thousand see. Products have
+64 rows throughout (`jaxshare.pallas.products_mosaic_gpu`): they are mostly padding for a private
+block, but then memory, not the matrix units, sets the pace (benchmarks/roofline.md).
 """
 
 import functools
@@ -33,15 +33,10 @@ from jaxshare.pallas.codes_mosaic_gpu import (
     wait_for_last,
 )
 from jaxshare.pallas.items_mosaic_gpu import WARPGROUP, ItemReads
+from jaxshare.pallas.products_mosaic_gpu import WarpgroupProducts
 from jaxshare.pallas.scores import capped
 from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.pallas.work_items import ROW_ALIGNMENT, Work, partial_row
-
-INTERPRETER_LACKS = {
-    "wgmma that adds to an accumulator in registers (run_state)": "a plain product, added",
-}
-"""The operations of this kernel, and of that for latents, that Mosaic GPU's interpreter lacks, and
-their replacements when they are interpreted."""
 
 
 class Barriers(NamedTuple):
@@ -68,7 +63,7 @@ def attention_kernel(
     arena: int,
     part: int,
     softcap: float,
-    interpret: bool,
+    products: WarpgroupProducts,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
@@ -202,13 +197,7 @@ def attention_kernel(
                 plgpu.barrier_wait(barriers.key_full.at[slot])
 
                 def compute(top: Array, total: Array, mixed: Array) -> tuple[Array, ...]:
-                    def multiply(ref: Any) -> Array:
-                        plgpu.wgmma(
-                            ref, q_smem.at[query_slot, half], k_smem.at[slot].transpose((1, 0))
-                        )
-                        return ref[...]
-
-                    scores = pl.run_scoped(multiply, plgpu.ACC((WARPGROUP, size), jnp.float32))
+                    scores = products.scores(q_smem.at[query_slot, half], k_smem.at[slot])
                     if codes:
                         scores = scaled(plgpu, scores, codes[0].scales, used)
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
@@ -222,23 +211,13 @@ def attention_kernel(
                     weights = jnp.exp2(scores - wide(under, size))
                     total = total * keep + jnp.sum(weights, axis=1)
                     if not codes:
-                        weights = weights.astype(dtype)
+                        weights = products.operand(weights, dtype)
                         plgpu.barrier_wait(barriers.value_full.at[slot])
                     else:
                         plgpu.barrier_wait(barriers.value_full.at[slot])
                         weights = scaled(plgpu, weights, codes[1].scales, used)
-                        weights = weights.astype(dtype)
-                    mixed = mixed * wide(keep, dim)
-
-                    def mix(ref: Any) -> None:
-                        plgpu.wgmma(ref, weights, v_smem.at[slot])
-
-                    if interpret:  # INTERPRETER_LACKS
-                        mixed = mixed + jnp.dot(
-                            weights, v_smem[slot], preferred_element_type=jnp.float32
-                        )
-                    else:
-                        mixed = pl.run_state(mix)(plgpu.ACC.init(mixed))
+                        weights = products.operand(weights, dtype)
+                    mixed = products.add(mixed * wide(keep, dim), weights, v_smem.at[slot])
                     plgpu.barrier_arrive(barriers.value_free.at[slot])
                     return new_top, total, mixed
 

@@ -1,9 +1,10 @@
 """Compiles block attention's GPU kernels and whole decode steps for NVIDIA H200s, one and several,
-on a machine that needs no GPU.
+and for other GPUs, on a machine that needs no GPU.
 
     python -m scripts.gpu.compile                          # every head dim, every G, both dtypes, but not each with each
     python -m scripts.gpu.compile --all                    # each with each: about an hour for each backend
     python -m scripts.gpu.compile --backends mosaic_gpu --parts kernels
+    python -m scripts.gpu.compile --target b200            # for another GPU: scripts/gpu/targets.py
     python -m scripts.gpu.compile --json --output FILE     # one JSON object
 
 Ends with code 1 where something does not compile, a kernel spills registers or needs more shared
@@ -18,11 +19,9 @@ XLA may choose other products on a device.
 import argparse
 import dataclasses
 import itertools
-import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,26 +31,21 @@ from tqdm import tqdm
 from scripts.bench.lib import Parser, finish, machine, own_command, versions
 from scripts.gpu import cold
 from scripts.gpu.compiler import Compiler, MissingError, Program, Toolchain
-from scripts.gpu.hlo import (
-    collectives,
-    computations,
-    executed,
-    kernel_calls,
-    large_results,
-    launches,
-    opcode,
-)
-from scripts.gpu.report import LARGE, all_goals, as_text
+from scripts.gpu.numbers import device_numbers, plan_numbers, sampling_numbers, step_numbers
+from scripts.gpu.report import all_goals, as_text
 from scripts.gpu.results import Results
-from scripts.gpu.thunks import HostWork, read_list
+from scripts.gpu.targets import HOPPER, TARGETS, Target
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
 """XLA's kernels are its own affair, so its backend is looked at in decode steps alone."""
 PARTS = ("kernels", "steps", "devices", "plan", "experts", "sampling", "cold", "quantised", "codes")
+ANYWHERE = ("kernels", "steps", "sampling", "codes")
+"""The parts for any GPU; the others have predictions and numbers of the H200 in them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
+    target: Target
     backends: tuple[str, ...]
     parts: tuple[str, ...]
     whole: bool
@@ -70,6 +64,12 @@ def parse(arguments: Sequence[str] | None) -> Options:
         "--all", action="store_true", help="every head dim with every G, dtype and kind of pass"
     )
     parser.add_argument(
+        "--target",
+        default="h200",
+        choices=TARGETS,
+        help="the GPU to compile for: %(choices)s (default %(default)s)",
+    )
+    parser.add_argument(
         "--backends",
         default=",".join(BACKENDS),
         metavar="B,B",
@@ -77,9 +77,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     )
     parser.add_argument(
         "--parts",
-        default=",".join(PARTS),
         metavar="P,P",
-        help="what to compile (default %(default)s)",
+        help=f"what to compile (default {','.join(PARTS)}; for others than the H200 "
+        f"{','.join(ANYWHERE)})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -92,16 +92,20 @@ def parse(arguments: Sequence[str] | None) -> Options:
         "stay until they are",
     )
     given = parser.parse_args(arguments)
-    lists = {}
-    for name, known in (("backends", BACKENDS), ("parts", PARTS)):
+    target, lists = TARGETS[given.target], {}
+    parts = PARTS if target is HOPPER else ANYWHERE
+    given.parts = given.parts or ",".join(parts)
+    for name, known in (("backends", BACKENDS), ("parts", parts)):
         lists[name] = tuple(dict.fromkeys(getattr(given, name).split(",")))
         if wrong := [word for word in lists[name] if word not in known]:
-            parser.error(f"--{name} has {wrong[0]!r}, but there are {', '.join(known)}")
+            parser.error(
+                f"--{name} has {wrong[0]!r}, but for the {given.target} there are {', '.join(known)}"
+            )
     if given.resume and given.output is None:
         parser.error("--resume needs --output FILE, whose results it goes on with")
     parser.check_output(given.output)
     return Options(
-        **lists, whole=given.all, json=given.json, output=given.output, resume=given.resume
+        target, **lists, whole=given.all, json=given.json, output=given.output, resume=given.resume
     )
 
 
@@ -115,14 +119,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = own_command(__file__, arguments)
     with tempfile.TemporaryDirectory(prefix="gpu_compile_") as folder:
         toolchain.prepare(Path(folder))
-        compiler = Compiler(toolchain, Path(folder))
+        compiler = Compiler(toolchain, Path(folder), options.target)
         results = Results(PARTS, options.output if options.resume else None)
         try:
             compile_all(compiler, options, results)
         finally:
             # What is done counts, also where this is stopped before the end.
             found = results.all()
-            goals = all_goals(found)
+            goals = all_goals(found, options.target)
             report = {
                 "check": "gpu-compile",
                 "command": asked,
@@ -149,7 +153,7 @@ def compile_all(compiler: Compiler, options: Options, results: Results) -> None:
     """Adds the results of each part of the options that are not there yet; what does not compile
     has an `error` in place of its numbers."""
     # These import JAX, which has to wait until the environment is set.
-    from jaxshare.pallas.device import H200, assume_device
+    from jaxshare.pallas.device import assume_device
     from scripts.gpu import programs
 
     all_tasks = (
@@ -171,12 +175,16 @@ def compile_all(compiler: Compiler, options: Options, results: Results) -> None:
         for task in tasks_of[part](compiler, options, programs)
         if not results.is_new(part, task[0])
     ]
-    with assume_device(H200), tqdm(tasks, leave=False, file=sys.stderr) as bar:
+    device = compiler.target.device
+    with assume_device(device), tqdm(tasks, leave=False, file=sys.stderr) as bar:
         for part, about, task in bar:
             bar.set_description_str(f"{about.get('backend', 'plan')}: {about['name']}")
             begin = time.perf_counter()
             try:
                 found = {"error": None, **task()}
+            except NotImplementedError as error:
+                # The backend says that it does not serve this here, and the next one does.
+                found = {"error": None, "declined": str(error)}
             except Exception as error:  # from any compiler; the other programs still count
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}
             seconds = round(time.perf_counter() - begin, 2)
@@ -347,99 +355,6 @@ def compiled_step(compiler: Compiler, decoding: Any) -> tuple[Program, Any]:
     return compiler.compile(
         decoding.function, *decoding.arguments, mesh=decoding.mesh, donate_argnums=(1,)
     ), decoding
-
-
-def step_numbers(program: Program, decoding: Any) -> dict[str, Any]:
-    """The effect of a decode step on the cache, and launches of a pass; bytes of each device."""
-    return {
-        "whole_cache": dict(large_results(program.text, decoding.arena_elements // LARGE)),
-        "temp_bytes": program.temp_bytes,
-        "layer_bytes": decoding.layer_bytes,
-        "aliased_bytes": program.alias_bytes,
-        "cache_bytes": decoding.cache_bytes,
-        "launches": pass_launches(program.text, decoding.layers),
-        "host": host_work(program),
-        "spill_bytes": sum(kernel.spill_bytes for kernel in program.kernels),
-    }
-
-
-def sampling_numbers(program: Program) -> dict[str, Any]:
-    """Launches of a draw, its kernel, and the memory that it takes beside its arguments."""
-    return {
-        "host": host_work(program),
-        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
-        "temp_bytes": program.temp_bytes,
-    }
-
-
-def host_work(program: Program) -> dict[str, int]:
-    """The work of the host in a dispatch."""
-    return dataclasses.asdict(HostWork.of(read_list(program.launches)))
-
-
-def device_numbers(program: Program, decoding: Any) -> dict[str, Any]:
-    """The further numbers of a decode step on several devices: the collectives of a pass, and
-    kernels of ours a layer."""
-    turn = turn_of_layers(program.text, decoding.layers)
-    sent = collectives(executed(computations(program.text)))
-    of_layers = Counter(
-        str(one) for one in collectives(turn) if of_layer(one.line, decoding.layers)
-    )
-    return {
-        **step_numbers(program, decoding),
-        "sent": {
-            "layer": {kind: number / decoding.layers for kind, number in of_layers.items()},
-            "outside": dict(Counter(str(one) for one in collectives(turn)) - of_layers),
-            "largest_of_layers_keys": max((one.elements for one in sent), default=0)
-            / decoding.arena_elements,
-        },
-        "kernel_calls": sum(of_layer(line, decoding.layers) for line in kernel_calls(turn))
-        / decoding.layers,
-        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
-    }
-
-
-def plan_numbers(
-    compiler: Compiler, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> dict[str, Any]:
-    program = compiler.compile(function, *arguments)
-    lines = list(executed(computations(program.text)))
-    return {
-        "launches": len(launches(lines)),
-        "loops": sum(opcode(line) == "while" for line in lines),
-    }
-
-
-def pass_launches(text: str, layers: int) -> dict[str, int | float]:
-    """Launches of a turn, those of loops inside it counted once: of one layer, the middle one, and
-    of all that belongs to no layer, the plan's among them. What layers share is laid to the first
-    of them, and so counts as outside."""
-    turn = turn_of_layers(text, layers)
-    counts = [sum(f"layers_{i}/" in line for line in launches(turn)) for i in range(layers)]
-    layer = statistics.median(counts[1:] or counts)
-    return {
-        "layer": layer,
-        "outside": len(launches(turn)) - layer * layers,
-        "loops": sum(opcode(line) == "while" for line in turn),
-    }
-
-
-def turn_of_layers(text: str, layers: int) -> list[str]:
-    """The instructions of one turn of the loop that holds the layers."""
-    found = computations(text)
-    loops = (
-        body
-        for line in found["ENTRY"]
-        if opcode(line) == "while"
-        for body in [line.partition("body=%")[2].split(",")[0].strip()]
-    )
-    turns = [list(executed(found, body)) for body in loops]
-    return max(turns, key=lambda turn: sum(of_layer(line, layers) for line in launches(turn)))
-
-
-def of_layer(line: str, layers: int) -> bool:
-    """True if an instruction belongs to a layer."""
-    return any(f"layers_{i}/" in line for i in range(layers))
 
 
 if __name__ == "__main__":

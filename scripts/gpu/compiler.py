@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
+from unittest import mock
 
-from scripts.gpu.listings import read_dynamic_shared, read_launches, read_ptxas, read_wgmma
+from scripts.gpu.listings import read_dynamic_shared, read_launches, read_products, read_ptxas
+from scripts.gpu.targets import HOPPER, Target
 
-TARGET = Path(__file__).with_name("h200.txtpb")
-ARCHITECTURE = "sm_90a"
 PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 CUDA = (13, 0)
 """The CUDA that these packages are built for; an older ptxas does not read what they write."""
@@ -167,7 +167,8 @@ class Kernel:
       maker: "mosaic" or "triton".
       registers: of a thread.
       spill_bytes: of a thread, stored and loaded again because registers ran out.
-      wgmma: Hopper's asynchronous matrix instructions in its PTX; none where it has older ones.
+      wgmma, mma, tcgen05: matrix instructions in its PTX: those of Hopper's warpgroups, of any GPU's
+        warps, and of Blackwell.
     """
 
     name: str
@@ -177,6 +178,8 @@ class Kernel:
     static_shared_bytes: int
     dynamic_shared_bytes: int
     wgmma: int
+    mma: int
+    tcgen05: int
 
     @property
     def shared_bytes(self) -> int:
@@ -205,26 +208,28 @@ _STRING = r'"((?:[^"\\]|\\.)*)"'
 
 
 class Compiler:
-    """Compiles jitted functions for the GPU that TARGET describes. `folder` is the one that
+    """Compiles jitted functions for a GPU that is described. `folder` is the one that
     `Toolchain.prepare` was given."""
 
-    def __init__(self, toolchain: Toolchain, folder: Path):
+    def __init__(self, toolchain: Toolchain, folder: Path, target: Target = HOPPER):
         import jax
         import numpy as np
 
+        self.target = target
         self._mesh = jax.sharding.Mesh(np.array(self.devices(1)), ("device",))
         self.device: str = self._mesh.devices[0].device_kind
         self.ptxas, self._folder = toolchain.ptxas, folder
         self._mosaic: dict[str, Kernel] = {}
 
-    @staticmethod
-    def devices(number: int) -> list[Any]:
-        """The given number of the GPUs that TARGET describes, in one machine."""
+    def devices(self, number: int) -> list[Any]:
+        """The given number of such GPUs, in one machine."""
         from jax.experimental import topologies
 
-        described = TARGET.read_text(encoding="utf-8")
         return topologies.get_topology_desc(
-            "h200", "cuda", topology=f"1x1x{number}", target_config=described
+            self.target.kind,
+            "cuda",
+            topology=f"1x1x{number}",
+            target_config=self.target.description,
         ).devices
 
     def compile(
@@ -272,7 +277,14 @@ class Compiler:
         import jax
 
         mesh = self._mesh if mesh is None else mesh
-        with _silence(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        from jax.experimental.mosaic.gpu import utils
+
+        # Mosaic takes each GPU that is not there for a Hopper.
+        with (
+            _silence(),
+            mock.patch.object(utils, "_infer_arch", lambda: self.target.capability),
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        ):
             yield
 
     def trace(self, function: Any, *arguments: Any, mesh: Any = None, **options: Any) -> Any:
@@ -315,10 +327,10 @@ class Compiler:
                     encoding="utf-8", errors="replace"
                 )
             )
-            wgmma = read_wgmma(report.with_suffix(".ptx").read_text(encoding="utf-8"))
+            products = read_products(report.with_suffix(".ptx").read_text(encoding="utf-8"))
             for name, numbers in read_ptxas(report.read_text(encoding="utf-8")).items():
                 fresh[report.stem] = Kernel(
-                    name, "mosaic", dynamic_shared_bytes=dynamic, wgmma=wgmma[name], **numbers
+                    name, "mosaic", dynamic_shared_bytes=dynamic, **products[name], **numbers
                 )
         used = [
             re.search(r'op_name="([^"]*)".*?kernel_hash = ' + _STRING, line)
@@ -349,11 +361,11 @@ class Compiler:
         for sequence in self._folder.glob("*.thunk_sequence.txt"):
             launches |= read_launches(sequence.read_text(encoding="utf-8"))
         for ptx in self._folder.glob("module_*.ptx"):
-            entries = read_wgmma(ptx.read_text(encoding="utf-8"))
+            entries = read_products(ptx.read_text(encoding="utf-8"))
             # Of kernels of one name all but the first get a number.
             if any(re.sub(r"_+\d+$", "", name) in used or name in used for name in entries):
                 done = subprocess.run(
-                    [self.ptxas, "-v", f"-arch={ARCHITECTURE}", ptx, "-o", os.devnull],
+                    [self.ptxas, "-v", f"-arch={self.target.architecture}", ptx, "-o", os.devnull],
                     capture_output=True,
                     text=True,
                     check=False,
@@ -363,7 +375,7 @@ class Compiler:
                         f"{self.ptxas} cannot read what XLA wrote: {done.stderr.strip()[:300]}"
                     )
                 numbers |= {
-                    name: {**found, "wgmma": entries[name]}
+                    name: {**found, **entries[name]}
                     for name, found in read_ptxas(done.stderr).items()
                 }
         if len(numbers) < len(used) or numbers.keys() - launches.keys():

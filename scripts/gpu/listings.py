@@ -22,11 +22,15 @@ def read_ptxas(report: str) -> dict[str, dict[str, int]]:
     return kernels
 
 
-def read_wgmma(ptx: str) -> dict[str, int]:
-    """The wgmma instructions in the text of each kernel, by its name."""
+PRODUCTS = {"wgmma": "wgmma.mma_async", "mma": "mma.sync", "tcgen05": "tcgen05.mma"}
+"""Matrix instructions in PTX: those of Hopper's warpgroups, of any GPU's warps, and of Blackwell."""
+
+
+def read_products(ptx: str) -> dict[str, dict[str, int]]:
+    """The numbers of matrix instructions of each kind in the text of each kernel, by its name."""
     kernels = re.split(r"\.entry (\w+)", ptx)[1:]
     return {
-        name: body.count("wgmma.mma_async")
+        name: {kind: body.count(instruction) for kind, instruction in PRODUCTS.items()}
         for name, body in zip(kernels[::2], kernels[1::2], strict=True)
     }
 

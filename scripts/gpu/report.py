@@ -1,16 +1,14 @@
 """The goals of the check that compiles for a GPU, and its tables."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.bench.lib import Goal, table
 from scripts.gpu.expert_report import experts_text, goals_of_experts
+from scripts.gpu.listings import PRODUCTS
 from scripts.gpu.quantised_report import goals_of_quantised, quantised_text
-
-SHARED_BYTES = 232_448
-"""The most shared memory that a block of an H200 can have (CUDA C Programming Guide, compute
-capability 9.0: 227 KB)."""
-
+from scripts.gpu.targets import HOPPER, Target
 
 OF_A_LAYER = 2
 """All-reduces of a layer: over `tensor` the sums after attention and MLP, over `kv` the largest
@@ -36,8 +34,13 @@ OF_A_DRAW = 6
 """The most launches of a draw with top-k, top-p, min-p and penalties."""
 
 
-def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
-    """The goals of these results. A program that did not compile has no numbers of its own."""
+def all_goals(
+    results: Mapping[str, Sequence[Mapping[str, Any]]], target: Target = HOPPER
+) -> list[Goal]:
+    """The goals of these results, compiled for a GPU. A program that did not compile, or that a
+    backend has declined, has no numbers of its own."""
+    declined = _declined(results)
+    results = {part: _not_declined(found) for part, found in results.items()}
     kernels, steps, devices, experts, sampling, cold, quantised = (
         results.get(part, [])
         for part in ("kernels", "steps", "devices", "experts", "sampling", "cold", "quantised")
@@ -47,7 +50,8 @@ def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
     compiled = [step for step in (*steps, *devices) if step["error"] is None]
     return [
         *_goals_of_compiling((*kernels, *steps, *devices, *experts, *cold, *quantised)),
-        *_goals_of_kernels((*kernels, *devices, *quantised)),
+        *_goals_of_serving(declined, results, target),
+        *_goals_of_kernels((*kernels, *devices, *quantised), target.shared[0]),
         *_goals_of_plans(results.get("plan")),
         *(goal for step in compiled for goal in _goals_of_memory(step)),
         *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
@@ -57,6 +61,31 @@ def all_goals(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Goal]:
         *(goal for step in experts if step["error"] is None for goal in goals_of_experts(step)),
         *(goal for one in quantised if one["error"] is None for goal in goals_of_quantised(one)),
     ]
+
+
+def _declined(
+    results: Mapping[str, Sequence[Mapping[str, Any]] | Any],
+) -> list[Mapping[str, Any]]:
+    """The programs that a backend has declined for this GPU."""
+    lists = (found for found in results.values() if isinstance(found, Sequence))
+    return [r for found in lists for r in found if isinstance(r, Mapping) and "declined" in r]
+
+
+def _not_declined(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [result for result in found if "declined" not in result]
+
+
+def _goals_of_serving(
+    declined: Sequence[Mapping[str, Any]],
+    results: Mapping[str, Sequence[Mapping[str, Any]]],
+    target: Target,
+) -> list[Goal]:
+    """Kernels of ours serve all that is asked: on an H200 each backend's, and on other GPUs one's."""
+    if target is HOPPER:
+        return [Goal("programs that a backend declines", len(declined), 0, at_most=True)]
+    served = {r["name"] for part in results.values() for r in part if r.get("backend") != "xla"}
+    left = {r["name"] for r in declined} - served
+    return [Goal("programs that no GPU backend of ours serves", len(left), 0, at_most=True)]
 
 
 def _coded(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[list[Any], list[Any]]:
@@ -77,8 +106,8 @@ def _goals_of_compiling(programs: Sequence[Mapping[str, Any]]) -> list[Goal]:
     ]
 
 
-def _goals_of_kernels(programs: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """The goals of the kernels of each GPU backend."""
+def _goals_of_kernels(programs: Sequence[Mapping[str, Any]], most: int) -> list[Goal]:
+    """The goals of the kernels of each GPU backend; `most` bytes of shared memory has a block."""
     goals = []
     for backend in dict.fromkeys(p["backend"] for p in programs if p["backend"] != "xla"):
         own = [
@@ -94,7 +123,7 @@ def _goals_of_kernels(programs: Sequence[Mapping[str, Any]]) -> list[Goal]:
             Goal(
                 f"{backend}: bytes of shared memory of a block, most",
                 shared,
-                SHARED_BYTES,
+                most,
                 at_most=True,
             ),
         ]
@@ -223,7 +252,12 @@ def as_text(report: Mapping[str, Any]) -> str:
         "steps of codes": _steps_text,
     }
     shown = {**report, "codes": _coded(report)[0], "steps of codes": _coded(report)[1]}
-    lines += [text(shown[part]) for part, text in tables.items() if shown.get(part)]
+    shown = {part: _not_declined(shown.get(part, [])) for part in tables}
+    lines += [text(shown[part]) for part, text in tables.items() if shown[part]]
+    if declined := _declined(report):
+        counts = Counter((r.get("backend", "sampling"), r["declined"]) for r in declined)
+        said = (f"  {backend}, {number} times: {why}" for (backend, why), number in counts.items())
+        lines.append("\n".join(["declined, for the next backend to serve:", *said]))
     if failed := [result for part in tables for result in shown.get(part, []) if result["error"]]:
         lines.append(
             "\n".join(
@@ -245,12 +279,12 @@ def _kernels_text(results: Sequence[Mapping[str, Any]]) -> str:
             str(k["spill_bytes"]),
             str(k["static_shared_bytes"]),
             str(k["dynamic_shared_bytes"]),
-            str(k.get("wgmma", "-")),  # older results have none
+            *(str(k.get(kind, "-")) for kind in PRODUCTS),  # older results have none
         )
         for r in results
         for k in r.get("kernels", [])
     ]
-    numbers = "registers", "spilled", "static shared", "dynamic", "wgmma"
+    numbers = "registers", "spilled", "static shared", "dynamic", *PRODUCTS
     return table(("block attention", "kernel", *numbers), rows)
 
 

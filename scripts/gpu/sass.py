@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.gpu.compiler import ARCHITECTURE, find_nvdisasm
+from scripts.gpu.compiler import find_nvdisasm
+from scripts.gpu.targets import HOPPER
 
 _PER_PRODUCT = 64 * 16 // 128
 """The numbers of a matrix that a thread has of wgmma's first operand: 64 outputs and 16 inputs of
@@ -57,7 +58,10 @@ def disassembled(ptxas: Path, ptx: str) -> str:
     with tempfile.TemporaryDirectory(prefix="sass_") as folder:
         source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx, encoding="utf-8")
-        for command in ([ptxas, f"-arch={ARCHITECTURE}", source, "-o", binary], [program, binary]):
+        for command in (
+            [ptxas, f"-arch={HOPPER.architecture}", source, "-o", binary],
+            [program, binary],
+        ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise ValueError(f"{command[0]} failed: {done.stderr.strip()[:300]}")

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jaxshare.pallas.tiles import shared_memory
 from scripts.gpu import compile as check
-from scripts.gpu import compiler, listings, programs, thunks
+from scripts.gpu import compiler, listings, numbers, programs, targets, thunks
 from scripts.gpu import hlo as xla_text
 from scripts.gpu import results as kept
 from tests.helpers import TINY
@@ -124,6 +125,8 @@ def test_it_takes_the_first_ptxas_that_is_new_enough(monkeypatch, no_ptxas, tmp_
         (["--backends", "cudnn"], ["--backends", "'cudnn'", "mosaic_gpu, triton, xla"]),
         (["--parts", "kernels,speed"], ["--parts", "'speed'", "kernels, steps, devices, plan"]),
         (["--output", "/no/such/folder/file.json"], ["--output", "a folder that exists"]),
+        (["--target", "v100"], ["--target", "'v100'", "h200", "b200", "a100"]),
+        (["--target", "b200", "--parts", "cold"], ["--parts", "'cold'", "b200", "kernels, steps"]),
     ],
 )
 def test_arguments_that_it_does_not_take(capsys, arguments, names):
@@ -163,8 +166,11 @@ def test_matrix_instructions_of_each_kernel():
         "wgmma.commit_group.sync.aligned; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
         "{%r2}; }\n.visible .entry merge(\n) { mma.sync.aligned.m16n8k16 {%r3}; }\n"
     )
-    assert listings.read_wgmma(ptx) == {"attend": 2, "merge": 0}
-    assert listings.read_wgmma("") == {}
+    assert listings.read_products(ptx) == {
+        "attend": {"wgmma": 2, "mma": 0, "tcgen05": 0},
+        "merge": {"wgmma": 0, "mma": 1, "tcgen05": 0},
+    }
+    assert listings.read_products("") == {}
 
 
 def test_shared_memory_of_launches():
@@ -355,7 +361,7 @@ def test_launches_of_a_pass_are_told_apart_by_layer():
     text = hlo(looped="\n".join([kernel("plan", "plan"), *layers, kernel("head", "head"), FUSED]))
     # Layer 0 has its append besides: what it has more than the others, all layers share. The loop's
     # counter belongs to none either.
-    assert check.pass_launches(text, 3) == {"layer": 2, "outside": 4 + 3, "loops": 0}
+    assert numbers.pass_launches(text, 3) == {"layer": 2, "outside": 4 + 3, "loops": 0}
 
 
 def test_a_decode_step_names_the_layer_of_each_instruction():
@@ -416,13 +422,13 @@ def test_what_devices_send_is_told_apart_by_layer():
     decoding = SimpleNamespace(
         layers=3, arena_elements=64 * 128, layer_bytes=64 * 128 * 8, cache_bytes=64 * 128 * 8 * 3
     )
-    numbers = check.device_numbers(program, decoding)
-    assert numbers["sent"] == {
+    found = numbers.device_numbers(program, decoding)
+    assert found["sent"] == {
         "layer": {"all-reduce over tensor": 2},
         "outside": {"all-reduce over tensor": 1},
         "largest_of_layers_keys": 0.25,
     }
-    assert numbers["kernel_calls"] == 2 and numbers["launches"]["layer"] == 4
+    assert found["kernel_calls"] == 2 and found["launches"]["layer"] == 4
 
 
 # What its host works through.
@@ -461,7 +467,7 @@ def test_what_a_host_works_through_in_a_dispatch():
     host = thunks.HostWork(graphs=2, waits=2, alone=3, in_graphs=3)
     assert thunks.HostWork.of(listed) == host
     program = compiler.Program("", (), 0, 0, launches=LISTED)
-    assert check.host_work(program) == {"graphs": 2, "waits": 2, "alone": 3, "in_graphs": 3}
+    assert numbers.host_work(program) == {"graphs": 2, "waits": 2, "alone": 3, "in_graphs": 3}
 
 
 def test_goals_of_cold_starts():
@@ -604,6 +610,41 @@ def test_goals():
         assert expected in name
 
 
+def test_what_a_backend_declines_another_one_has_to_serve():
+    declined = {"backend": "mosaic_gpu", "name": "D 72", "error": None, "declined": "head dim"}
+    served = {**KERNELS, "backend": "triton", "name": "D 72"}
+
+    def wrong(target: str, *results) -> list[str]:
+        goals = check.all_goals({"kernels": results}, targets.TARGETS[target])
+        return [goal.name for goal in goals if not goal.met]
+
+    assert wrong("b200", declined, served) == []
+    assert wrong("b200", declined) == ["programs that no GPU backend of ours serves"]
+    assert wrong("h200", declined, served) == ["programs that a backend declines"]
+
+
+def test_goals_of_another_gpu_have_its_shared_memory():
+    [kernel] = KERNELS["kernels"]
+    large = {**KERNELS, "kernels": [{**kernel, "dynamic_shared_bytes": 101_377}]}
+    named = [
+        g.name for g in check.all_goals({"kernels": [large]}, targets.TARGETS["l40"]) if not g.met
+    ]
+    assert named == ["triton: bytes of shared memory of a block, most"]
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "capability"),
+    [("h200", "sm_90a", 90), ("b200", "sm_100a", 100), ("l40", "sm_89", 89), ("a100", "sm_80", 80)],
+)
+def test_targets_are_described_to_each_compiler(name, architecture, capability):
+    target = targets.TARGETS[name]
+    assert target.architecture == architecture and target.device.capability == capability
+    assert shared_memory(target.device) == target.shared[0]
+    major, minor = divmod(capability, 10)
+    assert f"{{ major: {major} minor: {minor} }}" in target.description
+    assert f'"{target.kind}"' in target.description
+
+
 def test_goals_of_several_devices():
     [kernel] = KERNELS["kernels"]
     assert (
@@ -682,6 +723,19 @@ def test_a_decode_step_and_the_plan():
         assert 0 < step["temp_bytes"] < step["layer_bytes"] and step["launches"]["layer"] > 0
         assert step["cache_bytes"] == 8 * step["layer_bytes"] <= step["aliased_bytes"]
     assert all(plan["launches"] > 0 for plan in report["plan"])
+
+
+@compiles
+@pytest.mark.slow
+def test_decode_steps_for_a_gpu_without_wgmma():
+    done = run(
+        *("-m", "scripts.gpu.compile", "--target", "b200", "--backends", "mosaic_gpu"),
+        *("--parts", "steps", "--json"),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert report["ok"] and report["target"] == "NVIDIA B200"
+    assert all(step["launches"]["layer"] < 20 for step in report["steps"])
 
 
 @compiles

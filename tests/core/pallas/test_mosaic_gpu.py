@@ -18,7 +18,7 @@ from jaxshare.attention.api import preferred
 from jaxshare.pallas import merge_mosaic_gpu
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.head_dims import HEAD_DIMS
-from jaxshare.pallas.kernel_mosaic_gpu import INTERPRETER_LACKS
+from jaxshare.pallas.products_mosaic_gpu import INTERPRETER_LACKS
 from jaxshare.pallas.tiles import MosaicTiles, use_tiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
@@ -341,14 +341,17 @@ def call():
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (dict(device=None), "it runs on NVIDIA GPUs of compute capability 9.0, and this is cpu"),
         (
-            dict(device=Device("NVIDIA A100", 80, 108)),
-            "compute capability 9.0, and NVIDIA A100 has 8.0",
+            dict(device=None),
+            "it runs on NVIDIA GPUs of compute capability 9 and 10, and this is cpu",
         ),
         (
-            dict(device=Device("NVIDIA B200", 100, 148)),
-            "compute capability 9.0, and NVIDIA B200 has 10.0",
+            dict(device=Device("NVIDIA A100", 80, 108)),
+            "compute capability 9 and 10, and NVIDIA A100 has 8.0",
+        ),
+        (
+            dict(device=Device("NVIDIA RTX PRO 6000", 120, 188)),
+            "compute capability 9 and 10, and NVIDIA RTX PRO 6000 has 12.0",
         ),
         (dict(dtype=jnp.float32), "the cache must be bfloat16 or float16, not float32"),
         (dict(dim=72), "its head dims are 64, 80, 96, 128, 192, 256; this one is 72"),
@@ -372,6 +375,7 @@ def test_what_is_preferred_follows_the_device():
         assert preferred() == ("mosaic_gpu", "triton", "xla")
 
 
-def test_what_the_interpreter_lacks_is_one_thing():
+def test_what_the_interpreter_lacks_are_products_alone():
     """Everything else of the kernel runs interpreted; a longer list would be a weaker test."""
-    assert len(INTERPRETER_LACKS) == 1
+    assert len(INTERPRETER_LACKS) == 2
+    assert all("a plain product" in replacement for replacement in INTERPRETER_LACKS.values())
