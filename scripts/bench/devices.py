@@ -1,6 +1,7 @@
 """The bytes that a decode step sends between eight devices, and its predicted time on eight GPUs.
 
     python -m scripts.bench.devices                     # CodeLlama-13B on eight devices, every mesh
+    python -m scripts.bench.devices --model llama-3.1-70b
     python -m scripts.bench.devices --quick             # within three minutes on two cores
     python -m scripts.bench.devices --json --output FILE
 
@@ -49,6 +50,18 @@ CODELLAMA = ModelConfig(
     qk_norm=False,
 )
 """CodeLlama-13B."""
+LLAMA_70B = dataclasses.replace(
+    CODELLAMA,
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    rope=Rope.default(128, 500_000.0),
+    max_positions=131072,
+)
+"""Llama-3.1-70B, but for the scaling of its rotations, which costs nothing."""
 MESHES = (
     {"tensor": 8},
     {"tensor": 4, "kv": 2},
@@ -57,7 +70,7 @@ MESHES = (
     {"data": 2, "tensor": 4},
 )
 QUICK_MESHES = MESHES[:2]
-BATCHES, PREFIXES, OWN = (32, 128, 512, 1024), (2048, 16256), 128
+PREFIXES, OWN = (2048, 16256), 128
 COUNTED_ROWS = 32
 """Rows of the step that is compiled. What is sent grows with the rows, and with nothing else."""
 PAPER = {
@@ -74,6 +87,24 @@ PAPER = {
 (Hydragen, table 3)."""
 BYTES = 2
 """Of a weight and of a cached number: bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, the meshes that it is split over, and the rows of its steps."""
+
+    name: str
+    config: ModelConfig
+    meshes: tuple[Mapping[str, int], ...]
+    batches: tuple[int, ...]
+    paper: Mapping[tuple[int, int], tuple[float, float]] = dataclasses.field(default_factory=dict)
+
+
+CASES = {
+    "codellama-13b": Case("CodeLlama-13B", CODELLAMA, MESHES, (32, 128, 512, 1024), PAPER),
+    "llama-3.1-70b": Case("Llama-3.1-70B", LLAMA_70B, MESHES[:2], (4, 64, 512)),
+}
+"""By the names of the command line. Four rows are four workers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +234,15 @@ class Predicted:
     def seconds(self) -> float:
         return self.weights + self.attention + self.sending + self.launches
 
+    @property
+    def longest(self) -> str:
+        """The part that takes longest."""
+        parts = dataclasses.asdict(self)
+        return max(parts, key=lambda name: parts[name])
+
+
+PARTS = tuple(field.name for field in dataclasses.fields(Predicted))
+
 
 def predict(
     config: ModelConfig, sizes: Mapping[str, int], rows: int, prefix: int, sent: Sent, chip: Chip
@@ -239,17 +279,16 @@ def name_of(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
-def measure(
-    config: ModelConfig, meshes: Sequence[Mapping[str, int]], prefix: int
-) -> dict[str, Any]:
+def measure(case: Case, meshes: Sequence[Mapping[str, int]], prefix: int) -> dict[str, Any]:
     """By mesh: what a step sends, and the prediction for every batch, prefix and chip."""
     found: dict[str, Any] = {}
+    config = case.config
     with progress(len(meshes)) as say:
         for sizes in meshes:
             say(name_of(sizes))
             sent = counted(config, tuple(sizes.items()), prefix)
             steps = []
-            for batch in BATCHES:
+            for batch in case.batches:
                 for length in PREFIXES:
                     sides = {
                         chip.name: predict(config, sizes, batch, length, sent, chip)
@@ -263,17 +302,19 @@ def measure(
                                 name: {
                                     **dataclasses.asdict(side),
                                     "seconds": side.seconds,
+                                    "longest": side.longest,
                                     "tokens_per_second": batch / side.seconds,
                                 }
                                 for name, side in sides.items()
                             },
-                            "paper_tokens_per_second": dict(
-                                zip(
+                            "paper_tokens_per_second": {
+                                name: 1e3 * measured
+                                for name, measured in zip(
                                     ("hydragen", "no_attention"),
-                                    (1e3 * x for x in PAPER[batch, length]),
-                                    strict=True,
+                                    case.paper.get((batch, length), ()),
+                                    strict=False,
                                 )
-                            ),
+                            },
                         }
                     )
             found[name_of(sizes)] = {
@@ -306,20 +347,20 @@ def as_text(found: Mapping[str, Any]) -> str:
     rows = []
     for name, side in found.items():
         for step in side["steps"]:
-            chips = step["chips"]
+            chips, paper = step["chips"], step["paper_tokens_per_second"]
             rows.append(
                 (
                     name,
                     str(step["batch"]),
                     str(step["prefix"]),
-                    *(
-                        f"{1e3 * chips[chip.name]['seconds']:.1f} "
-                        f"({1e3 * chips[chip.name]['sending']:.1f})"
-                        for chip in CHIPS
-                    ),
+                    *(f"{1e3 * chips[chip.name]['seconds']:.1f}" for chip in CHIPS),
+                    *(f"{1e3 * chips[CHIPS[-1].name][part]:.2f}" for part in PARTS),
+                    chips[CHIPS[-1].name]["longest"],
                     *(f"{chips[chip.name]['tokens_per_second'] / 1e3:.1f}" for chip in CHIPS),
-                    f"{step['paper_tokens_per_second']['hydragen'] / 1e3:.1f}",
-                    f"{step['paper_tokens_per_second']['no_attention'] / 1e3:.1f}",
+                    *(
+                        f"{paper[name] / 1e3:.1f}" if paper else "-"
+                        for name in ("hydragen", "no_attention")
+                    ),
                 )
             )
     times = table(
@@ -327,7 +368,9 @@ def as_text(found: Mapping[str, Any]) -> str:
             "predicted",
             "batch",
             "prefix",
-            *(f"{chip.name}: ms (sending)" for chip in CHIPS),
+            *(f"{chip.name}: ms" for chip in CHIPS),
+            *(f"of it {part}" for part in PARTS),
+            "longest",
             *(f"{chip.name}: K tokens/s" for chip in CHIPS),
             "paper, A100",
             "paper, no attention",
@@ -365,6 +408,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="two meshes, within three minutes on two cores"
     )
+    parser.add_argument(
+        "--model", default="codellama-13b", choices=CASES, help="%(choices)s (default %(default)s)"
+    )
     parser.reporting()
     options = parser.parse_args(arguments)
     parser.check_output(options.output)
@@ -372,7 +418,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     if jax.config.jax_num_cpu_devices < DEVICES:
         jax.config.update("jax_num_cpu_devices", DEVICES)
-    found = measure(CODELLAMA, QUICK_MESHES if options.quick else MESHES, PREFIXES[0])
+    case = CASES[options.model]
+    found = measure(case, QUICK_MESHES if options.quick else case.meshes, PREFIXES[0])
     report = {
         "benchmark": "devices",
         "command": asked,
@@ -381,13 +428,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "predicted_not_measured": True,
         "chips": [dataclasses.asdict(chip) for chip in CHIPS],
         "counted_rows": COUNTED_ROWS,
-        "model": "CodeLlama-13B",
+        "model": case.name,
         "meshes": found,
     }
     finish(
         report,
         as_text(found),
-        goals_of(found, CODELLAMA, PREFIXES[0]),
+        goals_of(found, case.config, PREFIXES[0]),
         as_json=options.json,
         output=options.output,
     )

@@ -87,9 +87,15 @@ def test_a_prediction_is_the_sum_that_the_page_writes_down():
     assert halves.attention < found.attention and halves.weights <= found.weights
 
 
+def test_the_part_that_takes_longest_is_named():
+    assert bench.Predicted(1.0, 2.0, 4.0, 3.0).longest == "sending"
+    assert bench.Predicted(5.0, 2.0, 4.0, 3.0).longest == "weights"
+
+
 @pytest.mark.slow
 def test_the_report_has_meshes_goals_and_the_paper(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench, "CODELLAMA", SMALL)
+    small = dataclasses.replace(bench.CASES["codellama-13b"], config=SMALL)
+    monkeypatch.setitem(bench.CASES, "codellama-13b", small)
     monkeypatch.setattr(bench, "QUICK_MESHES", ({"tensor": 4}, {"kv": 2}))
     assert bench.main(["--quick", "--json", "--output", str(tmp_path / "out.json")]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -107,6 +113,7 @@ def test_the_report_has_meshes_goals_and_the_paper(monkeypatch, capsys, tmp_path
         step["batch"],
         step["prefix"],
     ) == (32, 2048)
+    assert step["chips"]["H200"]["longest"] in bench.PARTS
     assert step["chips"]["H200"]["tokens_per_second"] == pytest.approx(
         32 / step["chips"]["H200"]["seconds"]
     )
