@@ -2,6 +2,7 @@
 can serve the call."""
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,9 +69,16 @@ WITH_WORK: dict[str, Callable[..., Plan]] = {
 raise as the backends do."""
 
 
-def preferred() -> tuple[str, ...]:
-    """The backends that are tried where none is named, for the device that is being traced for."""
-    if current_device() is not None:
+def preferred(queries: int = 1) -> tuple[str, ...]:
+    """The backends that are tried where none is named, for the device that is being traced for and
+    a number of queries of a kv head, R * T * G."""
+    if (device := current_device()) is not None:
+        from jaxshare.pallas.tiles import MANY_QUERIES
+
+        # Blackwell's fast products are tcgen05, which Triton takes for many queries and Mosaic's
+        # kernel does not; for few, memory sets the pace.
+        if device.capability >= 100 and queries >= MANY_QUERIES:
+            return ("triton", "mosaic_gpu", "xla")
         return ("mosaic_gpu", "triton", "xla")
     return ("cpu", "xla") if cpu.used_for(None) else ("xla",)
 
@@ -105,8 +113,8 @@ def block_attention(
       makers: where a cache has latents, what makes each head's keys and values of them; queries are
         then [rotated | not] as those keys are. Only xla takes it, see `can_expand`.
       implementation: a backend's name, several to try in order, or None for the best on this
-        device: on an NVIDIA GPU mosaic_gpu, then triton, then xla; on a CPU cpu, then xla;
-        elsewhere xla. The device is JAX's default one, so name "xla" for arrays that are placed
+        device: on an NVIDIA GPU mosaic_gpu, then triton, then xla (`preferred`); on a CPU cpu,
+        then xla; elsewhere xla. The device is JAX's default one, so name "xla" for arrays that are placed
         elsewhere. The next is tried only where one raises NotImplementedError.
 
     Returns:
@@ -123,7 +131,7 @@ def block_attention(
     more = ({"softcap": softcap} if softcap else {}) | ({} if sinks is None else {"sinks": sinks})
     more |= {} if makers is None else {"makers": makers}
     reasons = []
-    for name in _names(implementation):
+    for name in _names(implementation, math.prod(q.shape[:3]) // keys.shape[0]):
         if makers is not None and name != "xla":
             reasons.append(f"{name}: it makes no keys and values of latents")
             continue
@@ -151,7 +159,7 @@ def with_work(
       keys, values, implementation: of one of the layers, as in `block_attention`.
     """
     q = jax.ShapeDtypeStruct((*plan.positions.shape, heads, keys.shape[2]), keys.dtype)
-    for name in _names(implementation):
+    for name in _names(implementation, math.prod(q.shape[:3]) // keys.shape[0]):
         if name not in WITH_WORK:
             break
         try:
@@ -207,10 +215,10 @@ def _check_makers(q: Array, keys: Arena, values: Arena, makers: HeadMakers) -> N
         )
 
 
-def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The backends to try, in order."""
+def _names(implementation: str | Sequence[str] | None, queries: int = 1) -> tuple[str, ...]:
+    """The backends to try, in order, for a number of queries of a kv head."""
     if implementation is None:
-        return preferred()
+        return preferred(queries)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if unknown := [name for name in names if name not in BACKENDS]:
         raise ValueError(

@@ -184,7 +184,8 @@ def compile_all(compiler: Compiler, options: Options, results: Results) -> None:
                 found = {"error": None, **task()}
             except NotImplementedError as error:
                 # The backend says that it does not serve this here, and the next one does.
-                found = {"error": None, "declined": str(error)}
+                why = str(error).removeprefix("no attention backend can do this: ")
+                found = {"error": None, "declined": why}
             except Exception as error:  # from any compiler; the other programs still count
                 found = {"error": f"{type(error).__name__}: {error}"[:2000]}
             seconds = round(time.perf_counter() - begin, 2)
