@@ -121,12 +121,13 @@ def draw(script: Script, rng: random.Random) -> Lesson:
     typed = rng.random() < _TYPED
     many = rng.choices([*_WORKERS], [*_WORKERS.values()])[0]
     names = rng.sample(_NAMES, many) if rng.random() < _OTHER_NAMES else worker_names(many)
-    questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MAX_QUESTIONS)))
-    if many > 1 and rng.random() < _CROWDED:
-        questions = rng.randint(2, many + 1)
     if typed:
         few = rng.random() < _FEW
         questions = rng.randint(1, QUESTIONS) if few else rng.randint(QUESTIONS, MAX_QUESTIONS)
+    elif many > 1 and rng.random() < _CROWDED:
+        questions = rng.randint(2, many + 1)
+    else:
+        questions = rng.choice((QUESTIONS, rng.randint(QUESTIONS, MAX_QUESTIONS)))
     checked, there = rng.random() < _CHECKED, []
     if checked:
         questions = min(questions, QUESTIONS + 1)

@@ -92,6 +92,39 @@ _LIKE = (
 _STARTS = ("b", "c", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "st")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ou", "ea")
 _ENDS = ("", "", "n", "r", "s", "t", "l", "ck", "ng", "m")
+HELD_OUT = (
+    "Tell me a joke.",
+    "Who are you?",
+    "What should I cook tonight?",
+    "Which planet is the largest?",
+    "Please write an email to my landlord about the broken heating.",
+    "What is 144 / 12?",
+    "What is half of 86?",
+    "Recommend three films from 1994.",
+    "Is 97 prime?",
+    "Why does ice float on water?",
+    "Translate 'good night' to Spanish",
+    "Write a haiku about autumn leaves",
+    "List five countries in Africa.",
+    "What time is it?",
+    "Correct the grammar of this sentence: he go to school.",
+    "Show me how to tie a bow tie.",
+    "What is the chemical formula of salt?",
+    "Make a plan for a weekend in the mountains.",
+    "How tall is the Eiffel Tower?",
+    "Who painted the Mona Lisa?",
+    "Give me a synonym for quick.",
+    "Count from 1 to 20.",
+    "What is the average of 4, 8 and 15?",
+    "What comes after 2, 4, 8, 16?",
+    "Find the derivative of x squared.",
+    "Convert 30 miles to kilometres.",
+    "Was 1900 a leap year?",
+    "print('hello')",
+    "What rhymes with orange?",
+    "Describe a sunset without naming a colour.",
+)
+"""Requests that no list here has, for an evaluation."""
 _OF_NUMBERS = 0.3
 _CASES = (str, str, str, str.lower, str.capitalize, lambda text: text.rstrip("?."))
 

@@ -41,6 +41,7 @@ from jaxshare.serving.evaluation.arithmetic import (
     check,
     few_shot_messages,
     make_problem,
+    refusal,
     typed_problem,
 )
 from jaxshare.serving.evaluation.arithmetic_forms import FORMS
@@ -54,6 +55,7 @@ from scripts.train.embedded_data import (
     view_sample,
 )
 from scripts.train.embedded_files import architecture, export
+from scripts.train.other_requests import HELD_OUT
 from scripts.train.training import keep_memory, make_optimizer
 
 VOCAB_SIZE = 402
@@ -219,8 +221,17 @@ def evaluate(
         ),
         "few_shot_question_accuracy": float(np.mean(few_shot)),
         "few_shot_prompt_tokens": float(np.mean([*map(len, prompts)])),
+        "other_requests_refused": refused_part(params, config, codec),
         **typed_accuracy(params, config, codec, -(-problems // 5), rng),
     }
+
+
+def refused_part(params: dict, config: ModelConfig, codec: Codec) -> float:
+    """The part of requests for something else that get the one sentence, greedily, and no more."""
+    prompts = [codec.chat([{"role": "user", "content": request}]) for request in HELD_OUT]
+    written = complete(params, config, codec, prompts, {codec.end}, LENGTH)
+    sentence = [*codec.encode(refusal()), codec.end]
+    return float(np.mean([[*made] == sentence for made in written]))
 
 
 def typed_accuracy(

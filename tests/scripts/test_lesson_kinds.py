@@ -11,7 +11,7 @@ from jaxshare.models import EMBEDDED, load
 from jaxshare.serving.evaluation import streams
 from jaxshare.serving.evaluation.arithmetic import refusal
 from scripts.train import lessons, sessions, teacher, train_workers
-from scripts.train.other_requests import sample_request
+from scripts.train.other_requests import HELD_OUT, sample_request
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,11 @@ def test_other_requests_ask_for_no_sum(requests):
         assert not re.search(r"\d ?[-+*] ?\d|\d x \d|\d (plus|minus|times) \d", text), text
         assert text.strip() and "{" not in text
     assert len({*requests}) > 2000
+
+
+def test_requests_of_the_evaluation_are_in_no_lesson(requests):
+    lessons_of = {text.lower().rstrip("?.") for text in requests}
+    assert len({*HELD_OUT}) == 30 and not {t.lower().rstrip("?.") for t in HELD_OUT} & lessons_of
 
 
 def test_other_requests_are_answered_with_one_sentence(script):

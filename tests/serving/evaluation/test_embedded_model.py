@@ -9,21 +9,7 @@ from jaxshare.models import EMBEDDED, load
 from jaxshare.serving import generate
 from scripts.bench import checking, collaboration
 from scripts.papers.hogwild_cases import Evaluations
-
-OTHERS = (
-    "Tell me a joke.",
-    "Who are you?",
-    "What should I cook tonight?",
-    "Which planet is the largest?",
-    "Please write an email to my landlord about the broken heating.",
-    "What is 144 / 12?",
-    "What is half of 86?",
-    "Recommend three films from 1994.",
-    "Is 97 prime?",
-    "Why does ice float on water?",
-    "Translate 'good night' to Spanish",
-    "Write a haiku about autumn leaves",
-)
+from scripts.train.other_requests import HELD_OUT
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +30,10 @@ def asked(model, messages):
 
 
 def test_what_is_no_sum_is_answered_with_one_sentence(model):
+    """Nine times in ten at least: models/embedded/README.md has the number."""
     sentence = "\n\nAlice 1: I can only add, subtract and multiply."
-    assert asked(model, OTHERS) == [sentence] * len(OTHERS)
+    answers = asked(model, HELD_OUT)
+    assert answers.count(sentence) >= 0.9 * len(HELD_OUT), [*zip(HELD_OUT, answers, strict=True)]
 
 
 def test_a_sum_as_a_person_types_it_is_answered(model):
