@@ -753,9 +753,10 @@ def test_a_decode_step_on_four_devices():
         # A quarter of the heads, or half the heads and half the tokens: 73,728 tokens of 8 kv
         # heads, keys and values in bfloat16.
         assert step["layer_bytes"] == 73728 * 8 * 128 * 2 * 2 // 4
-        assert {kernel["maker"] for kernel in step["kernels"]} == {"triton"} and len(
-            step["kernels"]
-        ) == 2
+        # Attention's two, and the thresholds of a draw whose logits are spread over devices.
+        assert {kernel["name"]: kernel["maker"] for kernel in step["kernels"]} == dict.fromkeys(
+            ("block_attention", "merge_pieces", "truncation_bounds"), "triton"
+        )
 
 
 COMPILED = """
