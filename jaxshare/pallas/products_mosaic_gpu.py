@@ -28,8 +28,8 @@ INTERPRETER_LACKS = {
     "wgmma that adds to an accumulator in registers (run_state)": "a plain product, added",
     "mma.sync": "a plain product",
 }
-"""The operations of these products that Mosaic GPU's interpreter lacks, and their replacements when
-they are interpreted."""
+"""The operations of these products, and of those of the kernel for latents, that Mosaic GPU's
+interpreter lacks, and their replacements when they are interpreted."""
 
 
 def multiplies_by_warps(device: Device) -> bool:

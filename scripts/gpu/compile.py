@@ -19,6 +19,7 @@ XLA may choose other products on a device.
 import argparse
 import dataclasses
 import itertools
+import json
 import sys
 import tempfile
 import time
@@ -104,6 +105,13 @@ def parse(arguments: Sequence[str] | None) -> Options:
     if given.resume and given.output is None:
         parser.error("--resume needs --output FILE, whose results it goes on with")
     parser.check_output(given.output)
+    if given.resume and given.output.exists():
+        former = json.loads(given.output.read_text(encoding="utf-8")).get("target")
+        if former != target.kind:
+            parser.error(
+                f"--resume cannot go on with {given.output}, whose results are of {former}, for "
+                f"{target.kind}; name another file"
+            )
     return Options(
         target, **lists, whole=given.all, json=given.json, output=given.output, resume=given.resume
     )

@@ -525,6 +525,16 @@ def test_results_of_other_runs_stay_until_they_are_compiled_again(tmp_path, monk
     assert all(len(r["date"]) == 10 for r in found["steps"])
 
 
+def test_results_of_another_gpu_are_not_gone_on_with(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps({"target": "NVIDIA H200", "kernels": []}))
+    assert check.parse(["--resume", "--output", str(file)]).resume
+    with pytest.raises(SystemExit) as exit_:
+        check.parse(["--resume", "--output", str(file), "--target", "b200"])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and "of NVIDIA H200, for NVIDIA B200" in said, said
+
+
 def test_resuming_needs_a_file(capsys):
     with pytest.raises(SystemExit) as exit_:
         check.parse(["--resume"])
