@@ -131,7 +131,7 @@ def block_attention(
     more = ({"softcap": softcap} if softcap else {}) | ({} if sinks is None else {"sinks": sinks})
     more |= {} if makers is None else {"makers": makers}
     reasons = []
-    for name in _names(implementation, math.prod(q.shape[:3]) // keys.shape[0]):
+    for name in _names(implementation, _queries(q, keys)):
         if makers is not None and name != "xla":
             reasons.append(f"{name}: it makes no keys and values of latents")
             continue
@@ -159,7 +159,7 @@ def with_work(
       keys, values, implementation: of one of the layers, as in `block_attention`.
     """
     q = jax.ShapeDtypeStruct((*plan.positions.shape, heads, keys.shape[2]), keys.dtype)
-    for name in _names(implementation, math.prod(q.shape[:3]) // keys.shape[0]):
+    for name in _names(implementation, _queries(q, keys)):
         if name not in WITH_WORK:
             break
         try:
@@ -213,6 +213,11 @@ def _check_makers(q: Array, keys: Arena, values: Arena, makers: HeadMakers) -> N
             f"for queries {q.shape} and makers {makers.keys.shape} and {makers.values.shape} the "
             f"arena must be {expected}, without values; got {keys.shape} and {values.shape}"
         )
+
+
+def _queries(q: Array | jax.ShapeDtypeStruct, keys: Arena) -> int:
+    """The queries of a kv head in a pass, R * T * G."""
+    return math.prod(q.shape[:3]) // keys.shape[0]
 
 
 def _names(implementation: str | Sequence[str] | None, queries: int = 1) -> tuple[str, ...]:

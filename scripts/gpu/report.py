@@ -1,7 +1,7 @@
 """The goals of the check that compiles for a GPU, and its tables."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scripts.bench.lib import Goal, table
@@ -39,7 +39,7 @@ def all_goals(
 ) -> list[Goal]:
     """The goals of these results, compiled for a GPU. A program that did not compile, or that a
     backend has declined, has no numbers of its own."""
-    declined = _declined(results)
+    declined = _declined(results.values())
     results = {part: _not_declined(found) for part, found in results.items()}
     kernels, steps, devices, experts, sampling, cold, quantised = (
         results.get(part, [])
@@ -63,12 +63,9 @@ def all_goals(
     ]
 
 
-def _declined(
-    results: Mapping[str, Sequence[Mapping[str, Any]] | Any],
-) -> list[Mapping[str, Any]]:
-    """The programs that a backend has declined for this GPU."""
-    lists = (found for found in results.values() if isinstance(found, Sequence))
-    return [r for found in lists for r in found if isinstance(r, Mapping) and "declined" in r]
+def _declined(parts: Iterable[Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
+    """The programs of these parts that a backend has declined for this GPU."""
+    return [result for found in parts for result in found if "declined" in result]
 
 
 def _not_declined(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -254,7 +251,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     shown = {**report, "codes": _coded(report)[0], "steps of codes": _coded(report)[1]}
     shown = {part: _not_declined(shown.get(part, [])) for part in tables}
     lines += [text(shown[part]) for part, text in tables.items() if shown[part]]
-    if declined := _declined(report):
+    if declined := _declined(report.get(part, []) for part in tables):
         counts = Counter((r.get("backend", "sampling"), r["declined"]) for r in declined)
         said = (f"  {backend}, {number} times: {why}" for (backend, why), number in counts.items())
         lines.append("\n".join(["declined, for the next backend to serve:", *said]))
