@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
+from jaxshare.decoding.finish_reason import FinishReason
 from jaxshare.decoding.grammar_rows import GrammarRows
+from jaxshare.decoding.history import History
 from jaxshare.decoding.processing import Processing
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.state import DecodeState
 from jaxshare.decoding.steps import Steps
+from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.trace.recorder import PassLog
 
 _OF_STATE = (
@@ -38,12 +42,15 @@ class PlacedRows(NamedTuple):
       rows: int[r], their places in the other state.
       block: the number there of block 0.
       automaton: what the numbers of automata start from there, but for the one that finds nothing.
+      brings_logits: whether the logits, top logits and texts are put, too. Else what is in those
+        rows stays, and is not theirs.
     """
 
     state: DecodeState
     rows: Int[np.ndarray, " r"]
     block: int = 0
     automaton: int = 0
+    brings_logits: bool = True
 
 
 def on_host(state: DecodeState) -> DecodeState:
@@ -55,8 +62,20 @@ def on_host(state: DecodeState) -> DecodeState:
     return dataclasses.replace(fetched, steps=steps, grammars=grammars, **rest)
 
 
+def goes_on_from_logits(state: DecodeState) -> Bool[np.ndarray, " r"]:
+    """The rows of a state on the host that sample from its logits next. Others have tokens to feed,
+    which gives them new ones, or have ended."""
+    running = state.reasons == FinishReason.RUNNING
+    return np.asarray(running & state.has_logits & (state.num_pending == 0))
+
+
 def take_rows(
-    state: DecodeState, rows: Int[np.ndarray, " r"], *, block: int = 0, automaton: int = 0
+    state: DecodeState,
+    rows: Int[np.ndarray, " r"],
+    *,
+    block: int = 0,
+    automaton: int = 0,
+    before: DecodeState | None = None,
 ) -> DecodeState:
     """A state of these rows alone, in this order, over the same cache; nothing is recorded.
 
@@ -66,6 +85,9 @@ def take_rows(
       state: it stays valid.
       rows: whole sessions, the rows of each in ascending order.
       block, automaton: see `PlacedRows`.
+      before: the rows as they were before the last dispatch, on the host, which keep no top logits.
+        From there come the logits that the rows do not need to go on, and their texts where no
+        sampler looks at them: to take these from the device is a program of its own.
     """
     moved = _fetched(state)
     place = np.zeros(len(moved.session), np.int32)
@@ -73,7 +95,10 @@ def take_rows(
     taken = jax.tree.map(lambda array: array[rows], moved)
     taken = dataclasses.replace(taken, session=place[taken.session])
     taken = _renumbered(taken, -block, -automaton)
-    logits, top_logits, history = _take((state.logits, state.top_logits, state.history), rows)
+    if before is None:
+        logits, top_logits, history = _take((state.logits, state.top_logits, state.history), rows)
+    else:
+        taken, (logits, top_logits, history) = _kept(taken, before, state, rows)
     steps, grammars = _with_shared(taken, state)
     return dataclasses.replace(
         taken,
@@ -88,8 +113,26 @@ def take_rows(
         processing=state.processing and state.processing.take(rows),
         processed=None if state.processed is None else state.processed[rows],
         raw_logprobs=None if state.raw_logprobs is None else state.raw_logprobs[rows],
-        record=PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
+        record=before.record
+        if before
+        else PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
     )
+
+
+def _kept(
+    taken: DecodeState, before: DecodeState, state: DecodeState, rows: Int[np.ndarray, " r"]
+) -> tuple[DecodeState, tuple[Array, TopLogits, History]]:
+    """The rows with `has_logits` where their logits are those after their last token, and these, top
+    logits and texts, each from before the dispatch where that will do."""
+    ran = np.asarray(before.reasons == FinishReason.RUNNING)
+    new = np.asarray(ran & taken.has_logits & (taken.num_pending == 0))
+    has_logits = new | np.where(ran, False, before.has_logits)
+    logits, history = before.logits, before.history
+    if new.any():
+        logits = _take_some(logits, state.logits, rows, new)
+    if history.is_kept:
+        history = _take(state.history, rows)
+    return dataclasses.replace(taken, has_logits=has_logits), (logits, before.top_logits, history)
 
 
 def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
@@ -107,10 +150,15 @@ def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
     new = []
     for part in parts:
         moved = _fetched(part.state)
-        moved = dataclasses.replace(moved, session=part.rows[moved.session])
+        moved = dataclasses.replace(
+            moved,
+            session=part.rows[moved.session],
+            has_logits=moved.has_logits & part.brings_logits,
+        )
         new.append(jax.tree.leaves(_renumbered(moved, part.block, part.automaton)))
-        of_part = part.state.logits, part.state.top_logits, part.state.history
-        logits = _put_logits(logits, of_part, part.rows)
+        if part.brings_logits:
+            of_part = part.state.logits, part.state.top_logits, part.state.history
+            logits = _put_logits(logits, of_part, part.rows)
     whole, form = jax.tree.flatten_with_path(_fetched(state))
     rows = [part.rows for part in parts]
     put = jax.tree.unflatten(
@@ -236,6 +284,11 @@ def _grown(array: np.ndarray, sizes: tuple[int, ...], unused: int) -> np.ndarray
 @jax.jit
 def _take(tree: Any, rows: Any) -> Any:
     return jax.tree.map(lambda array: array[rows], tree)
+
+
+@jax.jit
+def _take_some(old: Array, whole: Array, rows: Any, taken: Any) -> Array:
+    return jnp.where(taken[:, None], whole[rows], old)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

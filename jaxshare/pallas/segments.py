@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Int
 
 
@@ -100,7 +100,8 @@ class ItemCuts(NamedTuple):
         of_each = jnp.where(tiles > 0, setup, 0)
         before = jnp.asarray(segments.tiles_before) + sum_before(of_each)
         whole = before[-1] + of_each[-1] + tiles[-1]
-        share, rest = whole * kv_heads // num_items, whole * kv_heads % num_items
+        of_all = whole * kv_heads
+        share, rest = lax.div(of_all, num_items), lax.rem(of_all, num_items)
         return cls(before, of_each, whole, share, rest, kv_heads, num_items)
 
     def tiles(self, segments: Segments, total: Array) -> Array:
@@ -108,7 +109,7 @@ class ItemCuts(NamedTuple):
         kv heads."""
         item = jnp.arange(self.num_items + 1)
         cut = item * self.share + jnp.minimum(item, self.rest)
-        head = cut // jnp.maximum(self.whole, 1)
+        head = lax.div(cut, jnp.maximum(self.whole, 1))
         # The setup comes first: a cut inside it is one before the segment.
         inside = (cut - head * self.whole)[:, None] - self.before - self.setup
         return head * total + jnp.sum(jnp.clip(inside, 0, segments.tiles), axis=1, dtype=jnp.int32)
@@ -118,9 +119,16 @@ class ItemCuts(NamedTuple):
         long = self.rest * (self.share + 1)
         return jnp.where(
             cost < long,
-            cost // (self.share + 1),
-            self.rest + (cost - long) // jnp.maximum(self.share, 1),
+            lax.div(cost, self.share + 1),
+            self.rest + lax.div(cost - long, jnp.maximum(self.share, 1)),
         )
+
+
+def ceil_div(x: Array, by: int) -> Array:
+    """x / by, rounded up, of integers that are not negative. The operators // and % of arrays, which
+    round down negative ones too, are nine instructions each, in every kernel that they are fused
+    into."""
+    return lax.div(x + (by - 1), by)
 
 
 def sum_before(x: Array) -> Array:

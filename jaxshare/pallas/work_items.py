@@ -16,7 +16,7 @@ small kernels of it and sorts nothing.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax import Array, lax
 from jaxtyping import Int
 
 from jaxshare.attention.plan import Plan
-from jaxshare.pallas.segments import ItemCuts, Segments, sum_before
+from jaxshare.pallas.segments import ItemCuts, Segments, ceil_div, sum_before
 
 ROW_ALIGNMENT = 8
 """The queries of a block start at a multiple of this, so that partial results can be stored in bulk
@@ -158,7 +158,7 @@ def make_work(plan: Plan, form: WorkForm) -> Work:
     segments, count = _segments(plan, pairs, group=group, span=span, tile=tile, alignment=alignment)
     total = segments.tiles_before[-1] + segments.tiles[-1]
     cuts = ItemCuts.of(segments, setup, kv_heads, num_items)
-    num_queries = rows * slots * _round_up(per_row, ROW_ALIGNMENT)
+    num_queries = rows * slots * (per_row + -per_row % ROW_ALIGNMENT)
     source, limits, unseen = _sources(pairs, group, num_queries + span)
     real = jnp.maximum(source, 0)
     turned, width = lax.div(real, group), plan.positions.shape[1]
@@ -243,9 +243,9 @@ def _pairs(plan: Plan, per_row: int, span: int) -> _Pairs:
         max_unseen = jnp.max(jnp.where(same, most_unseen[None], 0), axis=1)
     # One pair counts for all that read its block.
     counts = earlier & (rank == 0)[None]
-    padded = _round_up(readers * per_row, ROW_ALIGNMENT)
+    padded = ceil_div(readers * per_row, ROW_ALIGNMENT) * ROW_ALIGNMENT
     first_query = jnp.sum(jnp.where(counts, padded[None], 0), axis=1)
-    segment = jnp.sum(jnp.where(counts, -(-readers * per_row // span)[None], 0), axis=1)
+    segment = jnp.sum(jnp.where(counts, ceil_div(readers * per_row, span)[None], 0), axis=1)
     return _Pairs(
         block=block,
         count=count,
@@ -277,7 +277,8 @@ def _sources(pairs: _Pairs, group: int, size: int) -> tuple[Array, Array, Array 
             unique_indices=True,
         )
     )
-    token, pair = source // group % width, source // per_row
+    real = jnp.maximum(source, 0)
+    token, pair = lax.rem(lax.div(real, group), width), lax.div(real, per_row)
     limits, unseen = (
         None if x is None else jnp.where(source >= 0, x[pair, token], 0)
         for x in (pairs.seen, pairs.unseen)
@@ -295,7 +296,7 @@ def _segments(
     """
     per_row = pairs.seen.shape[1] * group
     # [pair, chunk], the number of the segment within its block
-    number = -(-pairs.member // span)[:, None] + jnp.arange(-(-per_row // span))
+    number = ceil_div(pairs.member, span)[:, None] + jnp.arange(-(-per_row // span))
     # its queries, counted from the pair's first
     begin = number * span - pairs.member[:, None]
     end = jnp.minimum(number * span + span, pairs.queries[:, None]) - pairs.member[:, None]
@@ -303,18 +304,18 @@ def _segments(
     min_seen, seen = _visible(plan, pairs, begin, end, group)
     start = plan.offsets[pairs.block][:, None]
     if pairs.unseen is None:
-        lead = start % alignment
+        lead = lax.rem(start, alignment)
         start = start - lead
-        tiles = jnp.where(seen > 0, -(-(lead + seen) // tile), 0)
+        tiles = jnp.where(seen > 0, ceil_div(lead + seen, tile), 0)
         turn = (lead > 0).astype(jnp.int32)
     else:
         min_unseen, max_unseen = _out_of_sight(pairs, begin, end, group)
-        lead = (start + min_unseen) % alignment - min_unseen
+        lead = lax.rem(start + min_unseen, alignment) - min_unseen
         start = start - lead
-        tiles = jnp.where(seen > min_unseen, -(-(lead + seen) // tile), 0)
-        turn = jnp.minimum(-(-(lead + max_unseen) // tile), tiles)
+        tiles = jnp.where(seen > min_unseen, ceil_div(lead + seen, tile), 0)
+        turn = jnp.minimum(ceil_div(lead + max_unseen, tile), tiles)
     # The first tiles that are not full are read last.
-    full = (lead + jnp.minimum(min_seen, seen)) // tile - turn
+    full = lax.div(lead + jnp.minimum(min_seen, seen), tile) - turn
 
     first_query = pairs.first_query[:, None] + number * span
     fields = (first_query, end - begin, start, lead, tiles, jnp.maximum(full, 0), turn)
@@ -341,7 +342,7 @@ def _visible(
     """
     width, count = pairs.seen.shape[1], pairs.count[:, None]
     alone = end <= width * group
-    first, last = begin // group, jnp.minimum((end - 1) // group, count - 1)
+    first, last = lax.div(begin, group), jnp.minimum(lax.div(end - 1, group), count - 1)
     first_sees, last_sees = (
         jnp.take_along_axis(pairs.seen, jnp.clip(token, 0, width - 1), axis=1)
         for token in (first, last)
@@ -361,10 +362,10 @@ def _out_of_sight(pairs: _Pairs, begin: Array, end: Array, group: int) -> tuple[
     assert pairs.unseen is not None
     assert pairs.min_unseen is not None and pairs.max_unseen is not None
     width = pairs.unseen.shape[1]
-    last = jnp.minimum((end - 1) // group, pairs.count[:, None] - 1)
+    last = jnp.minimum(lax.div(end - 1, group), pairs.count[:, None] - 1)
     fewest, most = (
         jnp.take_along_axis(pairs.unseen, jnp.clip(token, 0, width - 1), axis=1)
-        for token in (begin // group, last)
+        for token in (lax.div(begin, group), last)
     )
     alone = end <= width * group
     return (
@@ -381,7 +382,7 @@ def _items(segments: Segments, count: Array, total: Array, cuts: ItemCuts) -> Ar
 
     def segment(tile: Array) -> Array:
         """The segment, counted over the heads, that a tile belongs to."""
-        head = tile // jnp.maximum(total, 1)
+        head = lax.div(tile, jnp.maximum(total, 1))
         before = jnp.sum(real & (ends <= (tile - head * total)[:, None]), axis=1, dtype=jnp.int32)
         return head * count + before
 
@@ -398,7 +399,3 @@ def _pieces(segments: Segments, cuts: ItemCuts) -> Array:
     first_tile = of_head + cuts.before + cuts.setup
     first, end = cuts.item(first_tile), cuts.item(first_tile + segments.tiles - 1) + 1
     return jnp.stack([first, jnp.where(segments.tiles > 0, end, first)], axis=2)
-
-
-def _round_up(x: Any, multiple: int) -> Any:
-    return -(-x // multiple) * multiple

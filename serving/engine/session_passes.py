@@ -16,7 +16,13 @@ from jaxshare import DecodeState
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.history import History
-from jaxshare.decoding.row_transfer import PlacedRows, on_host, put_rows, take_rows
+from jaxshare.decoding.row_transfer import (
+    PlacedRows,
+    goes_on_from_logits,
+    on_host,
+    put_rows,
+    take_rows,
+)
 from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.layout import bucket
 from jaxshare.serving.engine.session_feed import FedText, SessionFeed, SessionRequest
@@ -241,13 +247,17 @@ class SessionRows:
         state = self._with_automata(state, [each.request.automata for each in sessions])
         parts = []
         for each in sessions:
-            request, part = each.request, on_host(each.request.state).without_outputs()
+            request = each.request
+            request.state = on_host(request.state)
+            part = request.state.without_outputs()
             part = dataclasses.replace(
                 part,
                 last_pass=part.clock + np.int32(request.passes),
                 halts=np.full(request.num_rows, request.halts),
             )
-            parts.append(PlacedRows(part, each.rows, each.block, self._first(request.automata)))
+            brings = bool(goes_on_from_logits(part).any()) or part.history.is_kept
+            first = self._first(request.automata)
+            parts.append(PlacedRows(part, each.rows, each.block, first, brings))
         return put_rows(state, parts)
 
     def take(
@@ -261,14 +271,13 @@ class SessionRows:
           lengths, phases: of the blocks of the view.
         """
         request, old = each.request, each.request.state
-        taken = take_rows(
-            state, each.rows, block=each.block, automaton=self._first(request.automata)
-        )
+        first = self._first(request.automata)
+        taken = take_rows(state, each.rows, block=each.block, automaton=first, before=old)
         blocks = slice(each.block, each.block + old.cache.num_blocks)
-        table = jax.device_put((lengths[blocks], phases[blocks]))
+        own = {"lengths": lengths[blocks].copy(), "phases": phases[blocks].copy()}
         request.state = dataclasses.replace(
             taken,
-            cache=dataclasses.replace(old.cache, lengths=table[0], phases=table[1]),
+            cache=dataclasses.replace(old.cache, **own),
             layout=old.layout,
             samplers=old.samplers,  # beside rows with more places, these would have as many
             grammars=old.grammars,  # and they have none
@@ -279,7 +288,6 @@ class SessionRows:
             and taken.processing.only(old.processing.places),
             processed=old.processed,
             raw_logprobs=old.raw_logprobs,
-            record=old.record,
             passes=old.passes,
             last_pass=np.full(request.num_rows, INT32_MAX, np.int32),
             halts=np.zeros(request.num_rows, bool),

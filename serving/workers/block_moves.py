@@ -24,7 +24,8 @@ def resize_blocks(session: SessionState, passes: int, reserve: int = 0) -> None:
         return
     session.keep(session.state.cache.relocate([*extents], *zip(*extents.values(), strict=True)))
     # the host ends a step that has grown, so no opening must be prepared for it
-    session.prepared = dict.fromkeys(session.prepared, 0)
+    resized = [name for name in session.roster.names if session.roster.block(name) in extents]
+    session.prepared |= dict.fromkeys(resized, 0)
     if session.recorder:
         for block, (_, capacity) in extents.items():
             session.recorder.widen(block, capacity)

@@ -207,9 +207,10 @@ def _read(session: SessionState) -> None:
 def _fetch(session: SessionState) -> dict[str, Any]:
     """The results of a dispatch on the host, in one transfer; by row where the device has rows."""
     state = session.state
-    outputs = jax.device_get(
-        {**outputs_of(state), "faults": state.cache.faults, "record": state.record}
-    )
+    found: dict[str, Any] = {**outputs_of(state), "faults": state.cache.faults}
+    if session.recorder:
+        found["record"] = state.record
+    outputs = jax.device_get(found)
     session.host_syncs += 1
     if outputs["faults"]:
         session.state.cache.check()

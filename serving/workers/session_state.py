@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
+from jaxshare.argument_checks import INT32_MAX
 from jaxshare.compile_time import compile_seconds
 from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.deprecated import warn_renamed
@@ -40,6 +41,9 @@ FINISHER = "finisher"
 FEED_WIDTH = 16
 """Tokens of a row that a pass feeds while any row has more than one pending, as openings of steps
 and early-stop prompts have."""
+_UNTIL_RESIZED = INT32_MAX
+"""The first step without an opening, of a worker whose step has grown: it has none, and needs none
+before its block has another extent."""
 
 
 @dataclasses.dataclass
@@ -259,7 +263,9 @@ class SessionState:
             if self.reencodes or number + passes < self.prepared[name]:
                 continue
             pairs: Openings = ()
-            if not self.has_grown(name):
+            if self.has_grown(name):
+                self.prepared[name] = _UNTIL_RESIZED
+            else:
                 end = self.prepared[name] = number + 1 + capacity
                 pairs = self.texts.later_openings(self.roster, name, range(number + 1, end))
             # On the host, where it starts no program for each row.

@@ -15,7 +15,13 @@ from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler, decode
 from jaxshare.decoding.array_rows import with_row
 from jaxshare.decoding.automaton import ByteAutomaton, TokenAutomata
 from jaxshare.decoding.pieces import num_pieces
-from jaxshare.decoding.row_transfer import PlacedRows, put_rows, take_rows
+from jaxshare.decoding.row_transfer import (
+    PlacedRows,
+    goes_on_from_logits,
+    on_host,
+    put_rows,
+    take_rows,
+)
 from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.steps import Steps
@@ -331,6 +337,55 @@ def test_rows_that_are_taken_and_put_back_are_the_same():
     back = put_rows(state, [PlacedRows(take_rows(state, rows), rows) for rows in places])
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(back), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_rows_that_change_places_with_each_dispatch_write_what_they_write_alone():
+    """Rows bring what they need to go on, logits where there is nothing to feed, and whatever another
+    has left in their places is not theirs: here logits that are no numbers."""
+    parts, rng = [Part(0, 2), Part(1, 1), Part(2, 2)], np.random.default_rng(0)
+    state, places = together(parts, [10**6] * 3)
+    blocks = [sum(len(part.capacities) for part in parts[:i]) for i in range(3)]
+    logits = rng.normal(size=(1, VOCAB)).astype(np.float32)
+
+    def without_prompt(state: DecodeState, rows) -> DecodeState:
+        return dataclasses.replace(
+            state,
+            num_pending=jnp.asarray(state.num_pending).at[rows].set(0),
+            has_logits=jnp.asarray(state.has_logits).at[rows].set(True),
+            logits=state.logits.at[rows].set(logits),
+        )
+
+    expected = [alone(0, 2), run(without_prompt(parts[1].state(), np.arange(1))), alone(2, 2)]
+    state = without_prompt(state, places[1])
+    # As in a state that has run, and is about to feed what it has sampled.
+    state = dataclasses.replace(state, has_logits=state.has_logits.at[places[2]].set(True))
+    kept = [
+        take_rows(state, rows, block=block, automaton=2 * i)
+        for i, (rows, block) in enumerate(zip(places, blocks, strict=True))
+    ]
+    brought = []
+    for _ in range(40):
+        free, placed = rng.permutation(8).tolist(), []
+        for i, part in enumerate(kept):
+            places[i] = np.asarray(sorted(free.pop() for _ in range(parts[i].rows)))
+            brought.append(bool(goes_on_from_logits(part).any()))
+            placed.append(PlacedRows(part, places[i], blocks[i], 2 * i, brought[-1]))
+        lost = jnp.full_like(state.logits, jnp.nan)
+        empty = dataclasses.replace(state.retire([*range(8)]), logits=lost)
+        state = run(put_rows(empty, placed), 3, pieces=PIECES)
+        kept = [
+            take_rows(on_host(state), rows, block=block, automaton=2 * i, before=part)
+            for i, (rows, block, part) in enumerate(zip(places, blocks, kept, strict=True))
+        ]
+    assert any(brought) and not all(brought)
+    assert int(state.cache.faults) == 0 and not any(part.running.any() for part in kept)
+    for part, wanted in zip(kept, expected, strict=True):
+        for name in SAMPLED:
+            np.testing.assert_array_equal(getattr(part, name), getattr(wanted, name), err_msg=name)
+        # Of rows that have ended with nothing to feed the logits are kept.
+        ended = np.asarray(wanted.num_pending == 0)
+        assert part.has_logits.tolist() == ended.tolist()
+        np.testing.assert_allclose(part.logits[ended], wanted.logits[ended], atol=1e-5)
 
 
 @pytest.mark.parametrize("pieces", [0, 1])
