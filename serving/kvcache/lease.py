@@ -262,6 +262,7 @@ class KVLease:
                 faults=jnp.zeros((), jnp.int32),
             )
         offsets = jnp.asarray(self._offsets + self._extent.offset)
+        cache = _on_device(cache)
         return dataclasses.replace(cache, keys=arenas.keys, values=arenas.values, offsets=offsets)
 
     def detach(self, cache: KVCache) -> None:
@@ -276,6 +277,12 @@ class KVLease:
         """A copy of the session's blocks alone, to look at."""
         with self.exclusive():
             keys, values = self._kv.pool.copy(self._extent)
-            return dataclasses.replace(
-                cache, keys=keys, values=values, offsets=jnp.asarray(self._offsets)
-            )
+            offsets = jnp.asarray(self._offsets)
+            return dataclasses.replace(_on_device(cache), keys=keys, values=values, offsets=offsets)
+
+
+def _on_device(cache: KVCache) -> KVCache:
+    """The cache with all of its arrays on the device. Between passes the host has some of a session's,
+    which it reads and changes there."""
+    lengths, phases = jax.device_put((cache.lengths, cache.phases))
+    return dataclasses.replace(cache, lengths=lengths, phases=phases)
