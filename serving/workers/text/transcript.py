@@ -180,14 +180,19 @@ class Transcript:
         sampled_at: np.ndarray,
     ) -> list[Event]:
         events = []
-        for i in range(cursor.read - int(num_taken), int(num_sampled - num_taken)):
-            token, mark, at = int(tokens[i]), Mark(int(marks[i])), int(sampled_at[i])
+        new = slice(cursor.read - int(num_taken), int(num_sampled - num_taken))
+        sampled = (array[new].tolist() for array in (tokens, marks, sampled_at))
+        for token, marked, at in zip(*sampled, strict=True):
             cursor.sampled_at = at
-            if token not in self._stops:
+            stops = token in self._stops
+            if not stops:
                 cursor.step.tokens.append(token)
                 cursor.block.append(token)
+            if not (marked or stops):
+                continue
+            mark = Mark(marked)
             cursor.step.answer |= Mark.ANSWER in mark
-            if not (Mark.STEP in mark or token in self._stops):
+            if not (Mark.STEP in mark or stops):
                 continue
             cursor.step.ended = at
             self.finished.append(cursor.step)
