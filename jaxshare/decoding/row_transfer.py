@@ -6,7 +6,6 @@ device; all else that rows carry is small, and is moved on the host, which takes
 to start a program.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int
 
+from jaxshare.decoding.array_rows import with_fields
 from jaxshare.decoding.finish_reason import FinishReason
 from jaxshare.decoding.grammar_rows import GrammarRows
 from jaxshare.decoding.history import History
@@ -59,7 +59,7 @@ def on_host(state: DecodeState) -> DecodeState:
     fetched = _fetched(state)
     steps, grammars = _with_shared(fetched, state)
     rest = {name: getattr(state, name) for name in _OF_STATE}
-    return dataclasses.replace(fetched, steps=steps, grammars=grammars, **rest)
+    return with_fields(fetched, steps=steps, grammars=grammars, **rest)
 
 
 def goes_on_from_logits(state: DecodeState) -> Bool[np.ndarray, " r"]:
@@ -93,14 +93,14 @@ def take_rows(
     place = np.zeros(len(moved.session), np.int32)
     place[rows] = np.arange(len(rows))
     taken = jax.tree.map(lambda array: array[rows], moved)
-    taken = dataclasses.replace(taken, session=place[taken.session])
+    taken = with_fields(taken, session=place[taken.session])
     taken = _renumbered(taken, -block, -automaton)
     if before is None:
         logits, top_logits, history = _take((state.logits, state.top_logits, state.history), rows)
     else:
         taken, (logits, top_logits, history) = _kept(taken, before, state, rows)
     steps, grammars = _with_shared(taken, state)
-    return dataclasses.replace(
+    return with_fields(
         taken,
         steps=steps,
         grammars=grammars,
@@ -132,7 +132,7 @@ def _kept(
         logits = _take_some(logits, state.logits, rows, new)
     if history.is_kept:
         history = _take(state.history, rows)
-    return dataclasses.replace(taken, has_logits=has_logits), (logits, before.top_logits, history)
+    return with_fields(taken, has_logits=has_logits), (logits, before.top_logits, history)
 
 
 def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
@@ -150,7 +150,7 @@ def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
     new = []
     for part in parts:
         moved = _fetched(part.state)
-        moved = dataclasses.replace(
+        moved = with_fields(
             moved,
             session=part.rows[moved.session],
             has_logits=moved.has_logits & part.brings_logits,
@@ -173,7 +173,7 @@ def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:
     rest |= {"processing": _processing(state, parts), "processed": _processed(state, parts)}
     rest["raw_logprobs"] = _raw_logprobs(state, put.tokens.shape, parts)
     steps, grammars = _with_shared(put, state)
-    return dataclasses.replace(put, steps=steps, grammars=grammars, **rest)
+    return with_fields(put, steps=steps, grammars=grammars, **rest)
 
 
 def _processing(state: DecodeState, parts: Sequence[PlacedRows]) -> Processing | None:
@@ -217,10 +217,10 @@ def _fetched(state: DecodeState) -> DecodeState:
     none: Any = {name: None for name in _OF_STATE}
     automata: Any = {"automata": None}
     shared: Any = dict.fromkeys(("tables", "server", "ticket"))
-    moved = dataclasses.replace(
+    moved = with_fields(
         state,
-        steps=dataclasses.replace(state.steps, **automata),
-        grammars=dataclasses.replace(state.grammars, **shared),
+        steps=with_fields(state.steps, **automata),
+        grammars=with_fields(state.grammars, **shared),
         **none,
     )
     there = all(isinstance(array, np.ndarray) for array in jax.tree.leaves(moved))
@@ -231,8 +231,8 @@ def _with_shared(moved: DecodeState, whole: DecodeState) -> tuple[Steps, Grammar
     """The steps and grammars of rows, with what all rows share as `whole` has it."""
     shared = whole.grammars
     return (
-        dataclasses.replace(moved.steps, automata=whole.steps.automata),
-        dataclasses.replace(
+        with_fields(moved.steps, automata=whole.steps.automata),
+        with_fields(
             moved.grammars, tables=shared.tables, server=shared.server, ticket=shared.ticket
         ),
     )
@@ -245,10 +245,10 @@ def _renumbered(moved: DecodeState, block: int, automaton: int) -> DecodeState:
     def later(numbers: Any, first: int, by: int) -> Any:
         return np.where(numbers >= first, numbers + np.int32(by), numbers)
 
-    return dataclasses.replace(
+    return with_fields(
         moved,
-        layout=dataclasses.replace(layout, blocks=later(layout.blocks, 0, block)),
-        steps=dataclasses.replace(
+        layout=with_fields(layout, blocks=later(layout.blocks, 0, block)),
+        steps=with_fields(
             steps,
             ends=later(steps.ends, 1, automaton),
             answers=later(steps.answers, 1, automaton),

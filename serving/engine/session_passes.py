@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxshare import DecodeState
 from jaxshare.argument_checks import INT32_MAX
+from jaxshare.decoding.array_rows import with_fields
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
 from jaxshare.decoding.history import History
 from jaxshare.decoding.row_transfer import (
@@ -250,7 +251,7 @@ class SessionRows:
             request = each.request
             request.state = on_host(request.state)
             part = request.state.without_outputs()
-            part = dataclasses.replace(
+            part = with_fields(
                 part,
                 last_pass=part.clock + np.int32(request.passes),
                 halts=np.full(request.num_rows, request.halts),
@@ -275,13 +276,13 @@ class SessionRows:
         taken = take_rows(state, each.rows, block=each.block, automaton=first, before=old)
         blocks = slice(each.block, each.block + old.cache.num_blocks)
         own = {"lengths": lengths[blocks].copy(), "phases": phases[blocks].copy()}
-        request.state = dataclasses.replace(
+        request.state = with_fields(
             taken,
-            cache=dataclasses.replace(old.cache, **own),
+            cache=with_fields(old.cache, **own),
             layout=old.layout,
             samplers=old.samplers,  # beside rows with more places, these would have as many
             grammars=old.grammars,  # and they have none
-            steps=dataclasses.replace(taken.steps, automata=old.steps.automata),
+            steps=with_fields(taken.steps, automata=old.steps.automata),
             history=_shaped(taken.history, old.history),
             processing=old.processing
             and taken.processing
