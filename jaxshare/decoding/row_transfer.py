@@ -97,8 +97,10 @@ def take_rows(
     taken = _renumbered(taken, -block, -automaton)
     if before is None:
         logits, top_logits, history = _take((state.logits, state.top_logits, state.history), rows)
+        record = PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks)
     else:
         taken, (logits, top_logits, history) = _kept(taken, before, state, rows)
+        record = before.record
     steps, grammars = _with_shared(taken, state)
     return with_fields(
         taken,
@@ -113,9 +115,7 @@ def take_rows(
         processing=state.processing and state.processing.take(rows),
         processed=None if state.processed is None else state.processed[rows],
         raw_logprobs=None if state.raw_logprobs is None else state.raw_logprobs[rows],
-        record=before.record
-        if before
-        else PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
+        record=record,
     )
 
 
