@@ -50,5 +50,5 @@ def test_workers_write_the_same_where_conditionals_take_the_place_of_loops(layou
     with assume_device(GPU):
         found = session(layout, ask_every=ask_every)
         assert run(found) == expected
-    assert any(len(steps) > 2 for steps in expected.values()), "no step has ended"
+    assert any(step.ended for step in found.steps), "no step has ended"
     assert any(step.asked for step in found.steps) == bool(ask_every)

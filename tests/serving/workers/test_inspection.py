@@ -42,6 +42,7 @@ from tests.helpers import (
     pad_rows,
     tiny_params,
 )
+from tests.serving.workers.test_session import endless
 
 BLOCKS, CAPACITIES = (
     ("history", "Bob", "notes", "Alice", "spare 1", "unused 1"),
@@ -178,7 +179,7 @@ def test_recording_changes_nothing_of_what_workers_write():
     )
 
     def made() -> Workers:
-        return Workers(model, problem, budget=40, passes_at_once=4)
+        return Workers(model, problem, budget=40, passes_at_once=4, sampler=endless())
 
     watched, alone = made(), made()
     recorder = AttentionProbe(watched, every=10)
