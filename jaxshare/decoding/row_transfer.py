@@ -24,7 +24,6 @@ from jaxshare.decoding.processing import Processing
 from jaxshare.decoding.sampling_params import Sampler
 from jaxshare.decoding.state import DecodeState
 from jaxshare.decoding.steps import Steps
-from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.trace.recorder import PassLog
 
 _OF_STATE = (
@@ -85,9 +84,9 @@ def take_rows(
       state: it stays valid.
       rows: whole sessions, the rows of each in ascending order.
       block, automaton: see `PlacedRows`.
-      before: the rows as they were before the last dispatch, on the host, which keep no top logits.
-        From there come the logits that the rows do not need to go on, and their texts where no
-        sampler looks at them: to take these from the device is a program of its own.
+      before: the rows as they were before the last dispatch, on the host, of which no outputs but
+        tokens are wanted. From there come the logits that the rows do not need to go on, and their
+        texts where no sampler looks at them: to take these from the device is a program of its own.
     """
     moved = _fetched(state)
     place = np.zeros(len(moved.session), np.int32)
@@ -95,12 +94,7 @@ def take_rows(
     taken = jax.tree.map(lambda array: array[rows], moved)
     taken = with_fields(taken, session=place[taken.session])
     taken = _renumbered(taken, -block, -automaton)
-    if before is None:
-        logits, top_logits, history = _take((state.logits, state.top_logits, state.history), rows)
-        record = PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks)
-    else:
-        taken, (logits, top_logits, history) = _kept(taken, before, state, rows)
-        record = before.record
+    rest = _own(state, rows) if before is None else _kept(taken, before, state, rows)
     steps, grammars = _with_shared(taken, state)
     return with_fields(
         taken,
@@ -109,21 +103,29 @@ def take_rows(
         cache=state.cache,
         stops=state.stops,
         passes=state.passes,
-        logits=logits,
-        top_logits=top_logits,
-        history=history,
         processing=state.processing and state.processing.take(rows),
-        processed=None if state.processed is None else state.processed[rows],
-        raw_logprobs=None if state.raw_logprobs is None else state.raw_logprobs[rows],
-        record=record,
+        **rest,
     )
+
+
+def _own(state: DecodeState, rows: Int[np.ndarray, " r"]) -> dict[str, Any]:
+    """The fields of rows that are not moved on the host, as the state has them."""
+    logits, top_logits, history = _take((state.logits, state.top_logits, state.history), rows)
+    return {
+        "logits": logits,
+        "top_logits": top_logits,
+        "history": history,
+        "processed": None if state.processed is None else state.processed[rows],
+        "raw_logprobs": None if state.raw_logprobs is None else state.raw_logprobs[rows],
+        "record": PassLog.empty(0, len(rows), state.max_width, state.cache.num_blocks),
+    }
 
 
 def _kept(
     taken: DecodeState, before: DecodeState, state: DecodeState, rows: Int[np.ndarray, " r"]
-) -> tuple[DecodeState, tuple[Array, TopLogits, History]]:
-    """The rows with `has_logits` where their logits are those after their last token, and these, top
-    logits and texts, each from before the dispatch where that will do."""
+) -> dict[str, Any]:
+    """The same, from before the dispatch where that will do, and `has_logits` where the logits are
+    those after a row's last token."""
     ran = np.asarray(before.reasons == FinishReason.RUNNING)
     new = np.asarray(ran & taken.has_logits & (taken.num_pending == 0))
     has_logits = new | np.where(ran, False, before.has_logits)
@@ -131,8 +133,23 @@ def _kept(
     if new.any():
         logits = _take_some(logits, state.logits, rows, new)
     if history.is_kept:
-        history = _take(state.history, rows)
-    return with_fields(taken, has_logits=has_logits), (logits, before.top_logits, history)
+        history = _shaped(_take(state.history, rows), history)
+    return {
+        "has_logits": has_logits,
+        "logits": logits,
+        "top_logits": before.top_logits,
+        "history": history,
+        "processed": before.processed,
+        "raw_logprobs": before.raw_logprobs,
+        "record": before.record,
+    }
+
+
+def _shaped(history: History, like: History) -> History:
+    """A history with the parts that another one has."""
+    return jax.tree.map(
+        lambda new, old: new if old.ndim < 2 else new[:, : old.shape[1]], history, like
+    )
 
 
 def put_rows(state: DecodeState, parts: Sequence[PlacedRows]) -> DecodeState:

@@ -175,8 +175,14 @@ class Sides:
         ]
         delays = [self.arriving * delay for delay in load_.delays]
         begin = time.perf_counter()
-        self.texts["mixed", TOGETHER] = at_once(works, delays)
+        found = at_once(works, delays)
         seconds = time.perf_counter() - begin
+        branches = len(sessions)  # the place of all of them
+        self.texts["mixed", TOGETHER] = [
+            *found[:branches],
+            *found[branches],
+            *found[branches + 1 :],
+        ]
         for session in sessions:
             session.close()
         return seconds
@@ -185,7 +191,7 @@ class Sides:
         sessions = [self.load.session(n, 2, None) for n in range(4)]
         begin = time.perf_counter()
         found: list[Any] = [ran(session) for session in sessions]
-        found.append(self.load.branches(None))
+        found += self.load.branches(None)
         streams = [self.load.call(self.calls, n) for n in range(16)]
         found += [stream.wait().tokens for stream in streams]
         self.texts["mixed", IN_TURN] = found
@@ -197,22 +203,13 @@ class Sides:
         Raises:
           RuntimeError: more of them differ than rounding explains.
         """
-        ours, theirs = (flat(self.texts[what, side]) for side in (TOGETHER, IN_TURN))
+        ours, theirs = self.texts[what, TOGETHER], self.texts[what, IN_TURN]
         different = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
         if len(different) > MOST_PARTED * len(ours):
             raise RuntimeError(
                 f"{what}: {len(different)} of {len(ours)} texts differ between the sides"
             )
         return {"alike": len(ours) - len(different), "of": len(ours)}
-
-
-def flat(found: Sequence[Any]) -> list[Any]:
-    """The results of works, of which branches have a list of tuples of tokens, by text."""
-    by_text: list[Any] = []
-    for each in found:
-        is_list = isinstance(each, list) and bool(each) and isinstance(each[0], tuple)
-        by_text += each if is_list else [each]
-    return by_text
 
 
 def at_once(works: Sequence[Callable[[], Any]], delays: Sequence[float] = ()) -> list[Any]:

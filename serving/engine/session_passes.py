@@ -9,14 +9,12 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxshare import DecodeState
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.decoding.array_rows import with_fields
 from jaxshare.decoding.automaton import TokenAutomata, TokenAutomaton
-from jaxshare.decoding.history import History
 from jaxshare.decoding.row_transfer import (
     PlacedRows,
     goes_on_from_logits,
@@ -283,12 +281,9 @@ class SessionRows:
             samplers=old.samplers,  # beside rows with more places, these would have as many
             grammars=old.grammars,  # and they have none
             steps=with_fields(taken.steps, automata=old.steps.automata),
-            history=_shaped(taken.history, old.history),
             processing=old.processing
             and taken.processing
             and taken.processing.only(old.processing.places),
-            processed=old.processed,
-            raw_logprobs=old.raw_logprobs,
             passes=old.passes,
             last_pass=np.full(request.num_rows, INT32_MAX, np.int32),
             halts=np.zeros(request.num_rows, bool),
@@ -325,13 +320,6 @@ class SessionRows:
             max_automata=2 * max(_MAX_PAIRS, bucket(len(self._pairs))),
             max_entries=bucket(max(_MAX_ENTRIES, _entries(self._pairs))),
         )
-
-
-def _shaped(history: History, like: History) -> History:
-    """A history with the parts that another one has."""
-    return jax.tree.map(
-        lambda new, old: new if old.ndim < 2 else new[:, : old.shape[1]], history, like
-    )
 
 
 def _entries(pairs: Sequence[Automata]) -> int:
