@@ -69,8 +69,9 @@ class Changes:
       blocks: int32[R, N], of the layout.
       table: int32[4, B], of the cache's blocks: offset, length, capacity and phase. None where the
         blocks stay as they are.
-      flags: int32[2]: whether `blocks` and `table` are to be ignored (then they have the shapes of
-        the state's), and whether the tokens that the state holds are taken.
+      flags: int32[2]: whether `blocks` and `table` are to be ignored (1; then they have the shapes of
+        the state's) or the lengths of blocks alone (2), and whether the tokens that the state holds
+        are taken.
     """
 
     rows: Int32[Any, "R 7"]
@@ -88,6 +89,7 @@ class Changes:
         table: Int[np.ndarray, "4 B"] | None = None,
         *,
         keeps_view: bool = False,
+        keeps_lengths: bool = False,
         takes_outputs: bool = False,
     ) -> "Changes":
         """Changes of no row, to which `act` and `admit` add.
@@ -96,6 +98,7 @@ class Changes:
           queue_width: Q.
           blocks, table: as described.
           keeps_view: whether they are to be ignored.
+          keeps_lengths: whether the blocks keep their lengths, which the host may not know yet.
           takes_outputs: whether the tokens that the state holds are taken.
         """
         rows = blocks.shape[0]
@@ -105,7 +108,7 @@ class Changes:
             np.zeros((rows, queue_width), np.int32),
             np.asarray(blocks, np.int32),
             table,
-            np.asarray([keeps_view, takes_outputs], np.int32),
+            np.asarray([1 if keeps_view else 2 * keeps_lengths, takes_outputs], np.int32),
         )
 
     def act(self, rows: Sequence[int], action: Action) -> None:
@@ -130,7 +133,7 @@ class Changes:
     @property
     def keeps_view(self) -> Bool[jax.Array, ""]:
         """True where `blocks` and `table` are to be ignored."""
-        return self.flags[0] > 0
+        return self.flags[0] == 1
 
     @property
     def takes_outputs(self) -> Bool[jax.Array, ""]:
@@ -139,17 +142,21 @@ class Changes:
 
     def listed(self, blocks: Int32[jax.Array, "R M"]) -> Int32[jax.Array, "R N"]:
         """The blocks of a layout after these changes, but for rows that retire."""
-        return self._unless_kept(self.blocks, blocks)
+        return _unless(self.keeps_view, self.blocks, blocks)
 
     def cache(self, cache: KVCache) -> KVCache:
         """A cache after these changes, whose table is given."""
         assert self.table is not None
-        old = cache.offsets, cache.lengths, cache.capacities, cache.phases
-        offsets, lengths, capacities, phases = map(self._unless_kept, self.table, old)
+        offsets, lengths, capacities, phases = self.table
         return dataclasses.replace(
-            cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
+            cache,
+            offsets=_unless(self.keeps_view, offsets, cache.offsets),
+            lengths=_unless(self.flags[0] > 0, lengths, cache.lengths),
+            capacities=_unless(self.keeps_view, capacities, cache.capacities),
+            phases=_unless(self.keeps_view, phases, cache.phases),
         )
 
-    def _unless_kept(self, new: jax.Array, old: jax.Array) -> jax.Array:
-        # What is kept has the same shape.
-        return jnp.where(self.keeps_view, old, new) if new.shape == old.shape else new
+
+def _unless(is_kept: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    # What is kept has the same shape.
+    return jnp.where(is_kept, old, new) if new.shape == old.shape else new

@@ -15,7 +15,6 @@ import numpy as np
 from jax import Array
 
 from jaxshare.argument_checks import INT32_MAX
-from jaxshare.cache import KVCache
 from jaxshare.decoding.changes import Changes
 from jaxshare.decoding.conditional import apply_if
 from jaxshare.decoding.draw import draw_tokens, with_top_logits
@@ -41,6 +40,7 @@ def decode(
     rows: int | None = None,
     stop_on_finish: bool = False,
     max_idle: int | None = None,
+    unless_finished: bool = False,
     changes: Changes | None = None,
     until_any: bool | None = None,
 ) -> DecodeState:
@@ -52,8 +52,8 @@ def decode(
 
     Args:
       model, params: the module and its variables; a TypeError says so of a `LoadedModel`.
-      state: its cache, its logits and its top logits are donated: use the returned state from here
-        on.
+      state: the arenas of its cache, its logits and its top logits are donated: go on with the
+        returned state. What it has sampled can be read while that is computed.
       passes: data, not shape: any number runs the same program.
       width: tokens a row of passes that feed prompts; at most the state's `max_width`. Static.
       pieces: by default such a pass has a place of `width` tokens for each row; with this, so many
@@ -65,6 +65,8 @@ def decode(
       max_idle: return when another pass would make it more than this many passes, counted for each
         row by itself, that rows have idled: those of sessions that have halted or had their passes,
         and with `stop_on_finish`, where it is 0 by default, finished ones. Data.
+      unless_finished: run no pass if a row that is in use has finished before: for a dispatch that is
+        made before the host has read of which rows that is so. Data.
       changes: to make first; a program with them is another than one without.
       until_any: the deprecated name of `stop_on_finish`.
 
@@ -76,7 +78,7 @@ def decode(
         warn_renamed("until_any", "stop_on_finish")
         stop_on_finish = until_any
     _check(model, state, passes, width, pieces, rows, max_idle)
-    limits = _limits(passes, max_idle, stop_on_finish)
+    limits = _limits(passes, max_idle, stop_on_finish, unless_finished)
     return _decode(*_arguments(model, params, state, changes, limits, width, pieces, rows))
 
 
@@ -95,7 +97,7 @@ def compile_decode(
     In any thread, beside dispatches of the same state: of arrays only the shapes are read, so these
     may be `shapes_of` them.
     """
-    limits = _limits(0, None, False)
+    limits = _limits(0, None, False, False)
     _decode.lower(*_arguments(model, params, state, changes, limits, width, pieces, rows)).compile()
 
 
@@ -110,10 +112,12 @@ def _arguments(
     rows: int | None,
 ) -> tuple[Any, ...]:
     """Those of `_decode`."""
-    donated: Any = dict.fromkeys(("cache", "logits", "top_logits"))
+    # What the host reads of a state stays valid: the next dispatch may run by then.
+    none, cache = {"keys": None, "values": None}, state.cache
+    donated: Any = {"cache": dataclasses.replace(cache, **none), "logits": None, "top_logits": None}
     rest = dataclasses.replace(state, **donated)
     few = None if rows == state.layout.num_rows else rows
-    arrays = state.cache, state.logits, state.top_logits, rest, changes, limits
+    arrays = (cache.keys, cache.values), state.logits, state.top_logits, rest, changes, limits
     return model, params, *arrays, width, pieces, few
 
 
@@ -155,22 +159,26 @@ def _check(
         )
 
 
-def _limits(passes: int, max_idle: int | None, stop_on_finish: bool) -> np.ndarray:
-    """The most passes, the most idle ones, and whether rows that have finished idle, int32[3]."""
+def _limits(
+    passes: int, max_idle: int | None, stop_on_finish: bool, unless_finished: bool
+) -> np.ndarray:
+    """The most passes, the most idle ones, whether rows that have finished idle, and whether no pass is
+    run where one has before, int32[4]."""
     if max_idle is None:
         max_idle = 0 if stop_on_finish else INT32_MAX
-    return np.asarray([passes, min(max_idle, INT32_MAX), stop_on_finish], np.int32)
+    limits = passes, min(max_idle, INT32_MAX), stop_on_finish, unless_finished
+    return np.asarray(limits, np.int32)
 
 
 @functools.partial(
     jax.jit,
     static_argnames=("model", "width", "pieces", "rows"),
-    donate_argnames=("cache", "logits", "top_logits"),
+    donate_argnames=("arenas", "logits", "top_logits"),
 )
 def _decode(
     model: DecodeModel,
     params: Any,
-    cache: KVCache,
+    arenas: tuple[Any, Any],
     logits: Array,
     top_logits: TopLogits,
     rest: DecodeState,
@@ -180,6 +188,7 @@ def _decode(
     pieces: int | None,
     rows: int | None,
 ) -> DecodeState:
+    cache = dataclasses.replace(rest.cache, keys=arenas[0], values=arenas[1])
     state = dataclasses.replace(rest, cache=cache, logits=logits, top_logits=top_logits)
     state = state.with_changes(changes) if changes else state
     state = dataclasses.replace(state, record=state.record.start(state.passes))
@@ -199,6 +208,8 @@ def _run(
 ) -> DecodeState:
     """The state after passes, as many as `_limits` allow."""
     running_before, last, max_idle = state.running, state.passes + limits[0], limits[1]
+    finished_before = ~running_before & (state.reasons != FinishReason.UNUSED.value)
+    may_run = (limits[3] == 0) | ~jnp.any(finished_before)
     # Steps without places are of no session. Of such rows there may be thousands.
     sessions = Sessions(state.session if state.steps.marks.shape[1] else None)
 
@@ -214,7 +225,7 @@ def _run(
         idles = (running_before & waiting) | (finished & (limits[2] > 0))
         idle = idle + jnp.sum(idles, dtype=jnp.int32)
         # Where no row idles, it is 0.
-        goes_on = (state.passes < last) & (idle <= max_idle) & jnp.any(ready)
+        goes_on = (state.passes < last) & (idle <= max_idle) & jnp.any(ready) & may_run
         return _Carry(state, idle, ready, goes_on)
 
     # The first step only samples, so that sampling is compiled once.

@@ -1,12 +1,12 @@
 """The rows of the jitted decode loop: its state and samplers, as requests enter and leave it."""
 
+import collections
 import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,13 +17,13 @@ from jaxshare.decoding.loop import compile_decode
 from jaxshare.decoding.pieces import num_pieces
 from jaxshare.decoding.processing import Processing
 from jaxshare.decoding.processors import LogitsProcessor
-from jaxshare.decoding.row_transfer import on_host, take_rows
+from jaxshare.decoding.row_transfer import take_rows
 from jaxshare.decoding.samplers import Samplers
 from jaxshare.decoding.steps import Steps
 from jaxshare.decoding.top_logits import TopLogits
 from jaxshare.layout import bucket
 from jaxshare.models import LoadedModel
-from jaxshare.serving.engine.dispatched import Dispatched
+from jaxshare.serving.engine.dispatched import Dispatched, UnderWay
 from jaxshare.serving.engine.loop_sizes import LoopSizes
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.row_programs import RowPrograms
@@ -62,6 +62,7 @@ class DecodeRows:
       before_dispatch: called with the rows of the program that is about to run.
       view: of the last dispatch; is_warm: whether the loop was warmed up.
       row_programs: the programs that run while few rows are in use.
+      under_way: the dispatches whose results are not fetched, at most two.
     """
 
     def __init__(
@@ -95,8 +96,7 @@ class DecodeRows:
         self._entering: dict[int, RunningRequest] = {}
         self._total_passes = 0  # of the state when it was last fetched
         self._session_rows = SessionRows(model.config.vocab_size) if sessions else None
-        self._wanted = False, False  # log-probabilities and top logits by any row
-        self._sessions: Sequence[PlacedSession] = ()  # in the dispatch under way
+        self.under_way = collections.deque[UnderWay[RunningRequest, PlacedSession]]()
         self.state: DecodeState | None = None
 
     def use(self, model: LoadedModel) -> None:
@@ -107,7 +107,7 @@ class DecodeRows:
         """Drops the state after a failure, or to free its memory."""
         self.state, self._total_passes = None, 0
         self._grammars = GrammarPlaces(self._model.config.vocab_size)
-        for each in (self._left, self._resumed, self._entering):
+        for each in (self._left, self._resumed, self._entering, self.under_way):
             each.clear()
 
     def _created(self) -> DecodeState:
@@ -163,7 +163,9 @@ class DecodeRows:
         max_idle: int = 0,
         sessions: Sequence[tuple[SessionPasses, np.ndarray, SessionBlocks]] = (),
     ) -> None:
-        """Dispatches passes that sample for these rows.
+        """Dispatches passes that sample for these rows, after those that are under way.
+
+        Where some are, no rows enter or resume, and there are no sessions.
 
         Args:
           rows: all that are in the loop.
@@ -182,11 +184,14 @@ class DecodeRows:
             state = self._session_rows.put(state.changed(changes), placed)
             largest = max(each.request.num_rows for each in placed)
             self._pieces = max(self._pieces, bucket(num_pieces(largest, WIDTH)))
-            changes = _no_changes(state)
+            view, queue = self.view, state.pending.shape[1]
+            changes = Changes.none(queue, view.listed, view.table, keeps_view=True)
         taken = [row.index for row in rows] + [int(each.rows[-1]) for each in placed]
         num_rows = self.row_programs.choose(self._shapes, max(taken, default=0) + 1)
         self._running_rows = num_rows
         self.before_dispatch(num_rows)
+        for each in self.under_way:
+            each.keep_results()
         self._kv.speeds.dispatching()
         self.state = decode(
             self._model.module,
@@ -198,33 +203,39 @@ class DecodeRows:
             rows=num_rows,
             stop_on_finish=stop_on_finish,
             max_idle=max_idle,
+            unless_finished=stop_on_finish and bool(self.under_way),
             changes=changes,
         )
         self._kv.speeds.dispatched()
         # The next view has no blocks of these sessions.
-        self._kv.pool.cache, self._kv.view_changed = self.state.cache, bool(placed)
-        self._sessions = placed
-        self._wanted = (
-            any(row.request.scored for row in rows),
-            any(row.request.recorded for row in rows),
-        )
+        changed = bool(placed) or (self._kv.view_changed and bool(self.under_way))
+        self._kv.pool.cache, self._kv.view_changed = self.state.cache, changed
+        self.under_way.append(UnderWay(rows, passes, self.state, placed))
 
     def _changes(
         self, rows: Sequence[RunningRequest], sessions: Sequence[SessionBlocks]
     ) -> Changes:
         """The changes since the last dispatch: the blocks, and rows that enter, leave or resume."""
         assert self.state is not None
+        follows = bool(self.under_way)  # the host does not know all lengths
         changed = bool(sessions or self._entering) or self._kv.view_changed
-        if changed:
+        if follows:
+            grown = {row.block: row.extent.capacity - row.capacity for row in rows}
+            if changed := any(grown.values()):
+                self.view = self.view.widened(grown)
+        elif changed:
             seen = {row.index: spans(row.node.path()) for row in rows}
             self.view = self._views.build(seen, sessions)
             for row in rows:
                 row.block, row.length = self.view.own[row.index]
+        for row in rows:
+            row.capacity = row.extent.capacity
         changes = Changes.none(
             self.state.pending.shape[1],
             self.view.listed,
             self.view.table,
             keeps_view=not changed,
+            keeps_lengths=follows,
             takes_outputs=True,
         )
         # In this order: a row that resumes may leave after all, and another one take its place.
@@ -310,39 +321,21 @@ class DecodeRows:
         assert self.state is not None and self.state.processing is not None
         return self.state.processing.row_states(row.index)
 
-    def fetch(self) -> Dispatched:
-        """Waits for a dispatch and fetches its results."""
-        state = self.state
-        assert state is not None
-        (scored, recorded), none = self._wanted, np.zeros((self._num_rows, 0))
-        found = jax.device_get(
-            {
-                "reasons": state.reasons,
-                "num_sampled": state.num_sampled,
-                "num_taken": state.num_taken,
-                "tokens": state.tokens,
-                "logprobs": state.logprobs if scored else none,
-                "raw_logprobs": none if state.raw_logprobs is None else state.raw_logprobs,
-                "top_logits": state.top_logits if recorded else None,
-                "lengths": state.cache.lengths,
-                "faults": state.cache.faults,
-                "passes": state.passes,
-                "phases": state.cache.phases if self._sessions else np.zeros(0),
-            }
-        )
-        held = found.pop("num_sampled") - found.pop("num_taken")
-        total, phases = int(found.pop("passes")), found.pop("phases")
-        passes, self._total_passes = total - self._total_passes, total
-        self._kv.speeds.fetched(passes)
+    def fetch(self) -> tuple[Dispatched, Sequence[RunningRequest]]:
+        """Waits for the first dispatch under way; returns its results, and the rows in it."""
+        first = self.under_way[0]
+        found = first.fetch()
+        self.under_way.popleft()
+        total, phases = found["passes"], found.pop("phases")
+        found["passes"], self._total_passes = total - self._total_passes, total
+        self._kv.speeds.fetched(found["passes"])
         if found.pop("faults"):
-            state.cache.check()
-        whole = on_host(state) if self._sessions else state
-        for each in self._sessions:
+            first.state.cache.check()
+        if first.sessions:
             assert self._session_rows
-            self._session_rows.take(whole, each, found["lengths"], phases)
-            self._left += each.rows.tolist()
-        self._sessions = ()
-        return Dispatched(**found, num_held=held, passes=passes)
+            self._session_rows.take(first.state, first.sessions, found["lengths"], phases)
+            self._left += [row for each in first.sessions for row in each.rows.tolist()]
+        return Dispatched(**found), first.rows
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Compiles the loop, and what lets rows enter, for requests with such samplers.
@@ -412,6 +405,12 @@ class DecodeRows:
     def _pieces_of(self, num_rows: int) -> int:
         return min(self._pieces, num_pieces(num_rows, WIDTH))
 
+    @property
+    def can_follow(self) -> bool:
+        """True if a dispatch can be made before the results of the one under way are read."""
+        sessions = any(each.sessions for each in self.under_way)
+        return not (sessions or self._entering or self._resumed or self._grammars.is_serving)
+
     def grammar_error(self, index: int) -> str:
         """Why the grammar of a row can be read on no more; an empty text where it can."""
         return self._grammars.error(index)
@@ -440,10 +439,3 @@ class DecodeRows:
         self._grammars.move(rows)
         self._stacked, self._num_rows = None, len(rows)
         self.row_programs = RowPrograms(len(rows), fewer=False)
-
-
-def _no_changes(state: DecodeState) -> Changes:
-    """For a dispatch of a state that is changed already."""
-    blocks = np.zeros(state.layout.blocks.shape, np.int32)
-    table = np.zeros((4, state.cache.num_blocks), np.int32)
-    return Changes.none(state.pending.shape[1], blocks, table, keeps_view=True)

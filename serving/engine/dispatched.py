@@ -1,10 +1,16 @@
-"""The results of a dispatch of the decode loop, on the host."""
+"""Dispatches of the decode loop: those under way, and the results of one on the host."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxshare import DecodeState
 from jaxshare.decoding.top_logits import TopLogits
+from jaxshare.serving.engine.request import Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,3 +35,61 @@ class Dispatched:
     top_logits: TopLogits | None
     lengths: np.ndarray
     passes: int
+
+
+class _SampledRow(Protocol):
+    """A row of a dispatch."""
+
+    request: Request
+
+
+@dataclasses.dataclass
+class UnderWay[Row: _SampledRow, Session]:
+    """A dispatch whose results the host has not read.
+
+    Attributes:
+      rows: that take part.
+      passes: that it has, at most.
+      state: after it, of which results are read; another dispatch may take its arenas and logits.
+      sessions: that take part.
+    """
+
+    rows: Sequence[Row]
+    passes: int
+    state: DecodeState
+    sessions: Sequence[Session]
+
+    @property
+    def _recorded(self) -> bool:
+        """True if the top logits of any row are wanted."""
+        return any(row.request.recorded for row in self.rows)
+
+    def keep_results(self) -> None:
+        """Keeps what the next dispatch would take, which is about to be made."""
+        if self._recorded:
+            kept = jax.tree.map(jnp.copy, self.state.top_logits)
+            self.state = dataclasses.replace(self.state, top_logits=kept)
+
+    def fetch(self) -> dict[str, Any]:
+        """Waits for the results, by the names that `Dispatched` has for them, and "phases" and
+        "faults" of the cache."""
+        state, none = self.state, np.zeros((self.state.layout.num_rows, 0))
+        scored = any(row.request.scored for row in self.rows)
+        found = jax.device_get(
+            {
+                "reasons": state.reasons,
+                "num_sampled": state.num_sampled,
+                "num_taken": state.num_taken,
+                "tokens": state.tokens,
+                "logprobs": state.logprobs if scored else none,
+                "raw_logprobs": none if state.raw_logprobs is None else state.raw_logprobs,
+                "top_logits": state.top_logits if self._recorded else None,
+                "lengths": state.cache.lengths,
+                "faults": state.cache.faults,
+                "passes": state.passes,
+                "phases": state.cache.phases if self.sessions else np.zeros(0),
+            }
+        )
+        found["num_held"] = found.pop("num_sampled") - found.pop("num_taken")
+        found["passes"] = int(found["passes"])
+        return found

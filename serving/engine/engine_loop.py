@@ -16,7 +16,7 @@ from jaxshare.serving.engine.scheduler import Scheduler
 from jaxshare.serving.engine.submitted_sessions import SubmittedSessions
 from jaxshare.serving.engine.tracing import RequestTracer
 from jaxshare.serving.errors import ClosedError, EngineError, QueueFullError
-from jaxshare.serving.kvcache.lease import LeaseTable
+from jaxshare.serving.kvcache.lease import STEP, LeaseTable
 
 log = logging.getLogger("jaxshare.engine")
 
@@ -45,6 +45,7 @@ class EngineLoop:
         self._submitted, self._requests = self._decisions.submitted, self._decisions.requests
         self._closed, self._step_seconds = False, 0.0  # of the last step
         self._is_warm, self._options = False, set[str]()  # those that requests have had
+        leases.settle = scheduler.settle
         self._is_held = False  # requests that have not begun wait for other weights
         if not leases.shared:  # several processes must grow in the same step
             scheduler.ahead = ProgramsAhead(scheduler.decode_rows, metrics, self._wake)
@@ -202,7 +203,7 @@ class EngineLoop:
         """
         steps = self._decisions
         propose = functools.partial(steps.propose, lambda: self._closed, lambda: self._is_held)
-        with self._leases.exclusive("step", propose, steps.prepare) as agreed:
+        with self._leases.exclusive(STEP, propose, steps.prepare) as agreed:
             try:
                 steps.apply(agreed)
                 busy = self._scheduler.step(agreed["admit"], agreed["only_begun"])

@@ -32,7 +32,10 @@ class RunningRequest:
       decoding: whether it is in the decode loop; before that it is prefilled.
       logits: float32[V] after its last fed token, where it can sample at once.
       drafts: the lookup of draft tokens, where it has parted from an earlier output.
-      block, length: its own block in the last view, and the tokens in that.
+      block, length: its own block in the last view, and the tokens in that, as far as results of
+        dispatches were read.
+      is_full: whether it has stopped as its block is full.
+      capacity: of the extent that it writes, when it was dispatched last.
     """
 
     request: Request
@@ -43,6 +46,8 @@ class RunningRequest:
     drafts: DraftLookup | None = None
     block: int = 0
     length: int = 0
+    capacity: int = 0
+    is_full: bool = False
 
     @property
     def adapter_place(self) -> int:

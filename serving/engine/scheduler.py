@@ -23,15 +23,14 @@ from jaxshare.serving.engine.narrow import kept_rows
 from jaxshare.serving.engine.output import OutputProcessor
 from jaxshare.serving.engine.prefill import PrefillPasses
 from jaxshare.serving.engine.programs_ahead import ProgramsAhead
+from jaxshare.serving.engine.prompt_pass import feed_prompts
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
+from jaxshare.serving.engine.scheduled_rows import ScheduledRows
 from jaxshare.serving.engine.session_feed import FedText
 from jaxshare.serving.engine.session_passes import SessionPasses, WaitingSessions
-from jaxshare.serving.engine.siblings import Siblings
 from jaxshare.serving.engine.speculation import SHAPES
-from jaxshare.serving.errors import NotANumberError, NoTokenError
 from jaxshare.serving.kvcache.manager import KVManager, Wait
-from jaxshare.serving.kvcache.prefix_tree import Node
 from jaxshare.serving.kvcache.speeds import USUAL_PASSES
 from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder
 
@@ -40,10 +39,8 @@ log = logging.getLogger("jaxshare.engine")
 MAX_PASSES = 63
 """Passes of a dispatch that follows the measured speeds, at most: its outputs have 64 places."""
 
-_FINAL = (FinishReason.STOP, FinishReason.LENGTH)
 
-
-class Scheduler:
+class Scheduler(ScheduledRows):
     """Runs requests.
 
     Args:
@@ -62,7 +59,6 @@ class Scheduler:
 
     Attributes:
       sessions: that wait for passes; decode_rows: the state of the loop.
-      peak_tokens: the most tokens that were cached, with `prefill_first`.
       ahead: compiles programs beside the loop; None where that is done as they are needed.
     """
 
@@ -80,35 +76,79 @@ class Scheduler:
         groups: tuple[int, ...] = (),
         takes_sessions: bool = False,
     ):
-        self.model, self.kv, self.queue = model, kv, queue
-        self.passes, self._passes_by_speeds = passes or MAX_PASSES, passes is None
-        self.metrics, self.output = metrics, output
-        self.rows: list[RunningRequest | None] = [None] * rows
-        self._prefill_first, self.peak_tokens = prefill_first, 0
-        self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
-        self._prefill_passes, self._texts_first = PrefillPasses(model, kv), False
-        self.decode_rows = DecodeRows(
+        decode_rows = DecodeRows(
             model,
             kv,
             rows=rows,
-            passes=self.passes,
+            passes=passes or MAX_PASSES,
             num_top_logits=output.num_top_logits,
             groups=groups,
             sessions=takes_sessions,
         )
-        self.sessions, self._siblings = WaitingSessions(), Siblings(output)
+        super().__init__(
+            rows,
+            kv=kv,
+            queue=queue,
+            metrics=metrics,
+            output=output,
+            decode_rows=decode_rows,
+            counts_peak=prefill_first,
+        )
+        self.model, self._prefill_first = model, prefill_first
+        self.passes, self._passes_by_speeds = passes or MAX_PASSES, passes is None
+        self._draft_views = {count: ViewBuilder(count) for count, _ in SHAPES}
+        self._prefill_passes, self._texts_first = PrefillPasses(model, kv), False
+        self.sessions = WaitingSessions()
         self.ahead: ProgramsAhead | None = None
-
-    @property
-    def live(self) -> list[RunningRequest]:
-        """The rows in use."""
-        return [row for row in self.rows if row]
 
     # One step.
 
     def step(self, admit: bool = True, only_begun: bool = False) -> bool:
         """Runs one step; False if no request is left. Without `admit` the queue goes on waiting; with
         `only_begun` those of it that have not begun, which then do not count."""
+        if self._failure:
+            raise self._failure
+        if self.decode_rows.under_way:
+            self._follow()
+            self._take_results()
+        if not self.decode_rows.under_way:
+            self._decide_and_dispatch(admit, only_begun)
+        if not self.live:
+            self.settle()  # what is under way has no rows any more
+        set_gauges(self.metrics, self.live, self.queue, self.kv, self.output)
+        waiting = any(r.begun for r in self.queue) if only_begun else len(self.queue)
+        return bool(self.live or waiting or len(self.sessions))
+
+    def _follow(self) -> None:
+        """Makes the next dispatch before the results of the one under way are read, where these cannot
+        change which rows it has; the host then reads them while it runs."""
+        (before,) = self.decode_rows.under_way
+        if not self.decode_rows.can_follow or not self._goes_on_alike(before.passes):
+            return
+        if self.ahead:
+            self.ahead.look()
+        waiting = len(self.queue) > 0
+        most = max(row.request.remaining for row in self.live) - before.passes
+        passes = min(self._most_passes(is_followed=True), most)
+        self._dispatch(passes, (), stop_on_finish=waiting)
+
+    def _goes_on_alike(self, passes: int) -> bool:
+        """Returns whether the same rows run after a dispatch of at most so many passes."""
+        rows, left = self.live, [row.request.remaining - passes for row in self.live]
+        if len(self.sessions) or max(left, default=0) <= 0:
+            return False
+        if any(r.request.cancelled or r.drafts or r.is_full or not r.decoding for r in rows):
+            return False
+        if not len(self.queue):
+            return not (self._prefill_first and kept_rows(self.rows))
+        # Requests that wait enter where a row ends, which the dispatch then stops for.
+        if not all(self.rows) or self._has_ended or min(left) <= 0:
+            return False
+        lowest, waiting = min(row.request.priority for row in rows), self.queue.unordered()
+        return not any(r.resample or r.cancelled or r.priority > lowest for r in waiting)
+
+    def _decide_and_dispatch(self, admit: bool, only_begun: bool) -> None:
+        """Admits and prefills what can be, and runs the loop once."""
         self._finish_cancelled()
         if self.ahead:
             self.ahead.look()
@@ -131,14 +171,14 @@ class Scheduler:
             # Neither a prompt's next chunk nor sessions that begin together must wait long.
             few = any(s[0].is_first for s in sessions) or bool(self.sessions.feeds)
             few = few or any(not row.decoding for row in self.live)
-            passes = max(1, self._most_passes() // (4 if few else 1))
+            is_followed = not sessions and self._goes_on_alike(0)
+            passes = max(1, self._most_passes(is_followed=is_followed) // (4 if few else 1))
             passes = self._siblings.passes(passes, self.live)
-            self._decode(passes, sessions, stop_on_finish=len(self.queue) > 0)
-        if self._prefill_first and not len(self.queue):
+            self._dispatch(passes, sessions, stop_on_finish=len(self.queue) > 0)
+            self._follow()
+            self._take_results()
+        if self._prefill_first and not len(self.queue) and not self.decode_rows.under_way:
             self._narrow()
-        set_gauges(self.metrics, self.live, self.queue, self.kv, self.output)
-        waiting = any(r.begun for r in self.queue) if only_begun else len(self.queue)
-        return bool(self.live or waiting or len(self.sessions))
 
     def _finish_cancelled(self) -> None:
         for row in self.live:
@@ -215,16 +255,6 @@ class Scheduler:
         log.debug("admitted", extra={**extra, "to_feed": num_unread})
         return None
 
-    def _preempt(self, row: RunningRequest) -> None:
-        """Returns a request to the queue; it goes on later, and its output does not change."""
-        request = row.request
-        request.preemptions += 1
-        request.processor_states = self.decode_rows.processor_states(row)
-        self.metrics.preempted()
-        extra = {"call": request.number, "agent": request.agent, "sampled": len(request.output)}
-        log.info("preempted", extra=extra)
-        self.send_back(row)
-
     # Passes.
 
     def _prefill(self, rows: Sequence[RunningRequest], texts: Sequence[FedText]) -> None:
@@ -234,23 +264,15 @@ class Scheduler:
         fed = [*texts, *rows] if self._texts_first else [*rows, *texts]
         streams = self.sessions.has_passes or any(row.decoding for row in self.live)
         streams &= not self._prefill_first
-        batch, logits, finite = self._prefill_passes.feed(fed, streaming=streams)
-        self.metrics.prefilled(sum(len(piece.tokens) for _, piece in batch))
-        failed = [each for i, (each, _) in enumerate(batch) if not finite[i]]
-        for i, (each, piece) in enumerate(batch):
-            if isinstance(each, FedText):
-                each.fed(len(piece.tokens), bool(finite[i]))
-                continue
-            self.queue.serve(each.request, len(piece.tokens))
-            if each in failed:
-                continue
-            if not len(each.unread):
-                each.logits = logits[i]
-            node = piece.node
-            if isinstance(node, Node) and node is not each.node and node.is_cached:
-                self.kv.tree.complete(node)
-                node.logits = each.logits  # of a prompt that ends here, or None
-        for row in dict.fromkeys(each for each in failed if isinstance(each, RunningRequest)):
+        failed = feed_prompts(
+            fed,
+            passes=self._prefill_passes,
+            streaming=streams,
+            kv=self.kv,
+            queue=self.queue,
+            metrics=self.metrics,
+        )
+        for row in failed:
             self._fail_not_finite(row)
         self.sessions.end_feeds()
 
@@ -265,15 +287,17 @@ class Scheduler:
             self._append(each.row, each.tokens, each.reason)
         return undrafted
 
-    def _most_passes(self) -> int:
-        """The most passes of the next dispatch, if nothing waits to be prefilled."""
+    def _most_passes(self, *, is_followed: bool) -> int:
+        """The most passes of the next dispatch, if nothing waits to be prefilled; with `is_followed`
+        another one is made before its results are read."""
         if not self._passes_by_speeds:
             return self.passes
         # The host finds stop texts, and what is sampled after one is thrown away.
         has_stops = any(row.request.stream.detokenizer.stops for row in self.live)
-        return self.kv.speeds.passes(USUAL_PASSES if has_stops else self.passes)
+        most = USUAL_PASSES if has_stops else self.passes
+        return self.kv.speeds.passes(most, is_followed=is_followed)
 
-    def _decode(
+    def _dispatch(
         self,
         passes: int,
         sessions: Sequence[tuple[SessionPasses, np.ndarray, SessionBlocks]],
@@ -287,9 +311,10 @@ class Scheduler:
         if sessions:
             passes = min(passes, max(session.passes for session, _, _ in sessions))
         rows = [row for row in self.live if row.decoding]
+        new = passes + sum(each.passes for each in self.decode_rows.under_way)
         for row in rows:
             capacity = row.extent.capacity - row.extent.length
-            if capacity < min(passes, row.request.remaining):
+            if capacity < min(new, row.request.remaining):
                 self.kv.extend_in_place(row.node, row.request.remaining)
         self.decode_rows.dispatch(
             rows,
@@ -300,65 +325,6 @@ class Scheduler:
             ),
             sessions=sessions,
         )
-        if request := next(iter(self.queue), None):
-            self.kv.prepare(request)  # while the device is at work
-        result = self.decode_rows.fetch()
-        self.metrics.ran("decode", result.passes)
-        times = self.kv.speeds.last_pass_seconds, result.passes
-        self.output.payoff.ran(len(rows), *times, all(self.rows) and len(self.queue) > 0)
-        for row in rows:
-            length = int(result.lengths[row.block])
-            row.extent.length += length - row.length
-            row.length = length
-        if self._prefill_first:
-            self.peak_tokens = max(self.peak_tokens, self.kv.cached_tokens)
-        for row in rows:
-            self._append(row, row.take(result), FinishReason(int(result.reasons[row.index])))
-        full = [r for r in rows if result.reasons[r.index] == FinishReason.CACHE_FULL]
-        for row in full:
-            if self.rows[row.index] is row:  # it may have been preempted meanwhile
-                self._extend(row)
-        for row in rows:
-            still_decoding = self.rows[row.index] is row and row not in full
-            if still_decoding and row.drafts and row.drafts.matches(row.request.output):
-                self._stop_decoding(row)
-
-    def _append(self, row: RunningRequest, tokens: list[int], reason: FinishReason) -> None:
-        """Appends sampled tokens to the output; streams or finishes it."""
-        request = row.request
-        if tokens:
-            self.queue.serve(request, len(tokens))
-            self.metrics.sampled(len(tokens))
-        if reason is FinishReason.STOP:
-            request.stop_token = tokens.pop()
-        if tokens:
-            request.output += tokens
-            self.kv.tree.append_tokens(row.node, tokens)
-        stopped = self.output.cut_at_stop_text(request)
-        if reason is FinishReason.ERROR:
-            self._fail_not_finite(row)
-        elif reason is FinishReason.NO_TOKEN:
-            why = self.decode_rows.grammar_error(row.index)
-            why = f", where its grammar gave up ({why})" * bool(why)
-            count = f"{len(request.output)} tokens{why}"
-            self._finish(row, reason, NoTokenError.of(f"request {request.number}", count))
-        elif stopped:
-            self._finish(row, FinishReason.STOP_TEXT)
-        elif reason in _FINAL:
-            self._finish(row, reason)
-        else:
-            self.output.publish(request)
-            self._siblings.grew(request)
-
-    def _extend(self, row: RunningRequest) -> None:
-        """Extends a row whose block is full; preempts rows where there is no memory."""
-        while (node := self.kv.extend(row.node, row.request.remaining + 1)) is None:
-            victim = min(self.live, key=preemption_order)
-            self._preempt(victim)
-            if victim is row:
-                return
-        row.node = node
-        self.decode_rows.resume(row)
 
     def _narrow(self) -> None:
         """Goes on with fewer rows, where that pays and no more requests are to come."""
@@ -368,34 +334,6 @@ class Scheduler:
             for index, row in enumerate(self.live):
                 row.index = index
             self.kv.view_changed = True
-
-    # The end of a request.
-
-    def _fail_not_finite(self, row: RunningRequest) -> None:
-        """Ends a request whose logits are not finite; nothing that it was writing can be reused."""
-        for node in row.node.path():
-            if node.writing and node.extent:
-                node.extent.length = 0
-        name, tokens = f"request {row.request.number}", f"{len(row.request.tokens)} tokens"
-        self._finish(row, FinishReason.ERROR, NotANumberError.of(name, tokens))
-
-    def _release(self, row: RunningRequest) -> None:
-        """Frees a row; what it has written stays in the prefix tree for reuse."""
-        if row.decoding:
-            self._stop_decoding(row)
-        self.rows[row.index] = None
-        self.kv.release(row.node)
-
-    def _stop_decoding(self, row: RunningRequest) -> None:
-        """Takes a row out of the decode loop."""
-        self.decode_rows.remove(row)
-        self.kv.view_changed = True
-
-    def _finish(
-        self, row: RunningRequest, reason: FinishReason, error: Exception | None = None
-    ) -> None:
-        self._release(row)
-        self.output.finish(row.request, reason, error)
 
     def reset(self) -> None:
         """Empties memory, rows and queue after a failure, which may have consumed the cache."""
@@ -408,6 +346,7 @@ class Scheduler:
         self.queue = self.output.queue = FairQueue(self.queue.contributions)
         self.sessions.clear()
         self._siblings.clear()
+        self._forget_under_way()
         self.decode_rows.reset()
 
     def use(self, model: LoadedModel) -> None:
@@ -415,11 +354,6 @@ class Scheduler:
         self.model = model
         for each in (self.kv, self._prefill_passes, self.decode_rows):
             each.use(model)
-
-    def send_back(self, row: RunningRequest) -> None:
-        """Returns a request to the queue, which has to begin with its prompt again."""
-        self._release(row)
-        self.queue.put_back(row.request)
 
     def forget(self) -> None:
         """Forgets all that has been computed, but for what running requests use."""
@@ -429,6 +363,7 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Drops all rows, and what they have cached, but for pinned prefixes."""
+        self._forget_under_way()
         if self.kv.pool.is_lost:  # a pass was interrupted
             return
         for row in self.live:

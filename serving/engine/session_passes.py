@@ -260,15 +260,26 @@ class SessionRows:
         return put_rows(state, parts)
 
     def take(
-        self, state: DecodeState, each: PlacedSession, lengths: np.ndarray, phases: np.ndarray
+        self,
+        state: DecodeState,
+        sessions: Sequence[PlacedSession],
+        lengths: np.ndarray,
+        phases: np.ndarray,
     ) -> None:
-        """Gives a session its rows back, with what they have sampled.
+        """Gives sessions their rows back, with what they have sampled.
 
         Args:
-          state: after the dispatch; on the host, it is fetched once for all sessions.
-          each: the session.
+          state: after the dispatch.
+          sessions: all that took part.
           lengths, phases: of the blocks of the view.
         """
+        whole = on_host(state)  # fetched once for all
+        for each in sessions:
+            self._take(whole, each, lengths, phases)
+
+    def _take(
+        self, state: DecodeState, each: PlacedSession, lengths: np.ndarray, phases: np.ndarray
+    ) -> None:
         request, old = each.request, each.request.state
         first = self._first(request.automata)
         taken = take_rows(state, each.rows, block=each.block, automaton=first, before=old)

@@ -137,6 +137,11 @@ class GrammarPlaces:
         if self._server:
             self._server.leave(row)
 
+    @property
+    def is_serving(self) -> bool:
+        """True if the host reads along with the grammar of any row."""
+        return self._server is not None and self._server.is_serving
+
     def error(self, row: int) -> str:
         """Why the host can read a row's grammar on no more; an empty text where it can."""
         return self._server.error(row) if self._server else ""

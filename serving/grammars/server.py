@@ -68,6 +68,11 @@ class MatcherServer:
         self._under_way: concurrent.futures.Future | None = None
         self.number = register_server(self)
 
+    @property
+    def is_serving(self) -> bool:
+        """True if it serves any rows."""
+        return bool(self._rows)
+
     def enter(self, index: int, grammar: CompiledGrammar, output: Sequence[int]) -> None:
         """Serves a row from now on, whose output so far is given."""
         row = _ServedRow(grammar.vocabulary, grammar.matcher(), collections.deque())

@@ -18,6 +18,13 @@ from jaxshare.serving.kvcache.device_lock import Agreed, DeviceLock, Turn
 from jaxshare.serving.kvcache.manager import KVManager
 from jaxshare.serving.kvcache.pool import Extent
 
+STEP = "step"
+"""The name of the scheduler's steps."""
+
+
+def _nothing() -> None:
+    """Where nothing is under way after a step."""
+
 
 class LeaseTable:
     """All leases of an engine's memory, and the device lock.
@@ -27,12 +34,14 @@ class LeaseTable:
       lock: the device lock; by default one for this process alone.
 
     Attributes:
+      settle: called before every use of the device but a step of the scheduler, whose passes may be
+        under way still.
       num_waiting: sessions that wait for memory. No requests are admitted meanwhile, or there would
         never be enough.
     """
 
     def __init__(self, kv: KVManager, lock: DeviceLock | None = None):
-        self.num_waiting = 0
+        self.num_waiting, self.settle = 0, _nothing
         self._kv, self._lock = kv, lock or DeviceLock()
         self._changed = threading.Condition()
         self._closed = False
@@ -70,6 +79,8 @@ class LeaseTable:
 
         with self._lock.held(Turn(name, propose_all, prepare_all)) as agreed:
             try:
+                if name != STEP:
+                    self.settle()
                 yield agreed
             finally:
                 with self._changed:

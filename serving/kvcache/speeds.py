@@ -6,6 +6,7 @@ decide follows from these numbers, so several processes that are given the same 
 alike.
 """
 
+import collections
 import contextlib
 import math
 import time
@@ -63,15 +64,20 @@ class FixedSpeeds:
         """Surrounds a copy of this many tokens out of host memory."""
         yield
 
-    def passes(self, most: int) -> int:
+    def passes(self, most: int, *, is_followed: bool = False) -> int:
         """The passes of a dispatch, at most so many.
 
         Few where they take long, so that tokens are streamed and requests admitted; many where the
         host would take much of the time else.
+
+        Args:
+          most: the most passes.
+          is_followed: whether the host does its part while another dispatch runs.
         """
         if not self.pass_seconds:
             return min(most, USUAL_PASSES)
-        seconds = max(_DISPATCH_SECONDS, min(_HOST_TIMES * self.host_seconds, _MOST_SECONDS))
+        idle = 0.0 if is_followed else self.host_seconds
+        seconds = max(_DISPATCH_SECONDS, min(_HOST_TIMES * idle, _MOST_SECONDS))
         return min(most, math.ceil(seconds / self.pass_seconds))
 
     def idle_passes(self, rows: int) -> int:
@@ -104,7 +110,9 @@ class MeasuredSpeeds(FixedSpeeds):
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         super().__init__()
         self._clock, self._feed, self._copy, self._pass, self._host = clock, 0.0, 0.0, 0.0, 0.0
-        self._dispatching = self._dispatched = 0.0
+        # When each dispatch whose results have not arrived began, and when it was made.
+        self._under_way = collections.deque[tuple[float, float]]()
+        self._dispatching = self._last_fetched = 0.0
         self._fetched: float | None = None  # unless interrupted since
 
     @property
@@ -129,23 +137,30 @@ class MeasuredSpeeds(FixedSpeeds):
         self._dispatching = self._clock()
 
     def dispatched(self) -> None:
-        self._dispatched = self._clock()
-        if self._fetched is not None:
-            seconds = self._dispatched - self._fetched
+        dispatched = self._clock()
+        is_idle = not self._under_way  # else the host's time is no time of the device
+        self._under_way.append((self._dispatching, dispatched))
+        if self._fetched is not None and is_idle:
+            seconds = dispatched - self._fetched
             # What holds the host up once, a compilation or a checkpoint, must not count as usual.
             self._host = _ema(self._host, min(seconds, 2 * self._host or seconds))
 
     def fetched(self, passes: int) -> None:
-        self._fetched = self._clock()
+        now, before = self._clock(), self._last_fetched
+        self._fetched = self._last_fetched = now
+        begun, dispatched = self._under_way.popleft() if self._under_way else (before, before)
         if passes:
+            # Those of a dispatch before come first.
+            begun, dispatched = max(begun, before), max(dispatched, before)
             # From before the dispatch, which a CPU may end only after the passes.
-            self.last_pass_seconds = (self._fetched - self._dispatching) / passes
-            seconds = (self._fetched - self._dispatched) / passes
+            self.last_pass_seconds = (now - begun) / passes
+            seconds = (now - dispatched) / passes
             # No minimum as below: a pass takes longer where more rows take part.
             self._pass = seconds if not self._pass else 0.7 * self._pass + 0.3 * seconds
 
     def interrupted(self) -> None:
         self._fetched = None
+        self._under_way.clear()
 
 
 def _ema(before: float, now: float) -> float:

@@ -67,6 +67,13 @@ class View:
             cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
         )
 
+    def widened(self, tokens: Mapping[int, int]) -> "View":
+        """The same with room for so many more tokens in some blocks."""
+        table = self.table.copy()  # a dispatch under way may still read the other one
+        for block, more in tokens.items():
+            table[2, block] += more
+        return dataclasses.replace(self, table=table)
+
     @property
     def layout(self) -> Layout:
         """The blocks as a layout."""

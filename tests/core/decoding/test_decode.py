@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler, decode
+from jaxshare.decoding.changes import Changes
 from jaxshare.models.layers import forward
 from jaxshare.seeds import stream_seed
 from tests.helpers import (
@@ -124,6 +125,36 @@ def test_several_dispatches_equal_one(cut, sampler):
         np.testing.assert_array_equal(getattr(part, name), getattr(whole, name))
     np.testing.assert_array_equal(part.cache.lengths, whole.cache.lengths)
     np.testing.assert_allclose(part.logprobs, whole.logprobs, atol=1e-6)
+
+
+def test_a_dispatch_runs_no_pass_once_a_row_has_finished_where_it_is_not_to():
+    """One that is made before the host knows; a row that is not in use has not finished."""
+    prompts = [*PROMPTS[:3], []]
+    rows = [*ROWS_ALONE[:3], []]
+    state = tiny_state(prompts, rows, max_new_tokens=[4, 9, 9, 1])
+    whole = run(tiny_state(prompts, rows, max_new_tokens=[4, 9, 9, 1]))
+    state = run(state, passes=2, unless_finished=True)
+    assert int(state.passes) == 2
+    state = run(state, passes=4, unless_finished=True)  # the first row ends in the midst of it
+    assert int(state.passes) == 6 and reasons(state)[0] == FinishReason.LENGTH
+    before = state.outputs()
+    state = run(state, passes=4, unless_finished=True)
+    assert int(state.passes) == 6 and state.outputs() == before
+    assert run(state).outputs() == whole.outputs()
+
+
+def test_blocks_get_more_room_and_keep_lengths_that_the_host_does_not_know():
+    cache, small = tiny_cache(), tiny_cache([0, *(len(p) + 3 for p in PROMPTS), 0])
+    whole = run(tiny_state(PROMPTS))
+    table = np.stack([cache.offsets, cache.lengths, cache.capacities, cache.phases])
+    state = run(tiny_state(PROMPTS, cache=small), passes=3)
+    listed, width = np.asarray(state.layout.blocks), state.pending.shape[1]
+    changes = Changes.none(width, listed, table, keeps_lengths=True)
+    done = run(state, changes=changes)
+    assert done.outputs() == whole.outputs()
+    np.testing.assert_array_equal(done.cache.lengths, whole.cache.lengths)
+    np.testing.assert_array_equal(done.cache.capacities, table[2])
+    done.cache.check()
 
 
 def test_no_passes_still_samples_what_is_ready_and_no_more():

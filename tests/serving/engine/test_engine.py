@@ -262,7 +262,7 @@ def test_greedy_answers_are_those_of_each_call_alone(seed, policy):
     [
         ((), 16),  # nothing was measured yet
         ((0, 0, 0.0021, 0.0), 10),  # so many take 20 milliseconds
-        ((0, 0, 0.0021, 0.004), 16),  # and so many eight times the host's time
+        ((0, 0, 0.0021, 0.004), 10),  # the host does its part while they run
         ((0, 0, 1e-5, 0.0), 63),
         ((0, 0, 3.0, 0.01), 1),
     ],
@@ -278,7 +278,7 @@ def test_passes_of_a_dispatch_follow_from_the_speeds(speeds, most, monkeypatch):
         monkeypatch.setattr(rows, "fetch", lambda: taken.append(fetch()) or taken[-1])
         output = engine.submit([5, 7, 11], Sampler(), max_new_tokens=100).wait()
     assert list(output.tokens) == alone([5, 7, 11], 100)[0]
-    passes = [result.passes for result in taken]
+    passes = [result.passes for result, _ in taken]
     assert max(passes) == most and passes[:-1] == [most] * (len(passes) - 1)
 
 

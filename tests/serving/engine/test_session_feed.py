@@ -51,10 +51,10 @@ def passes(monkeypatch):
 
 
 def logging_decodes(engine, log: list) -> None:
-    decode = engine._scheduler._decode
-    engine._scheduler._decode = lambda *given, **more: (
+    dispatch = engine._scheduler._dispatch
+    engine._scheduler._dispatch = lambda *given, **more: (
         log.append(DECODE),
-        decode(*given, **more),
+        dispatch(*given, **more),
     )
 
 

@@ -61,6 +61,31 @@ def test_the_last_pass_has_its_part_of_a_dispatch_that_ends_after_it():
         assert speeds.last_pass_seconds == pytest.approx(1.2 / (passes or 10))
 
 
+def test_passes_of_a_dispatch_that_follows_another_begin_when_those_have_ended():
+    """Then the host's time falls in them, and the device has not waited for it."""
+    clock = Clock()
+    speeds = MeasuredSpeeds(clock)
+    for _ in range(2):  # two dispatches at once, the second one 0.01 seconds after the first
+        speeds.dispatching()
+        speeds.dispatched()
+        clock.now += 0.01
+    clock.now += 0.99
+    speeds.fetched(10)  # a second after it was made
+    assert speeds.measured[2:] == pytest.approx((0.101, 0))
+    speeds.dispatching()
+    clock.now += 0.004
+    speeds.dispatched()
+    clock.now += 0.5
+    speeds.fetched(5)
+    assert speeds.last_pass_seconds == pytest.approx(0.504 / 5)
+    assert speeds.measured[2:] == pytest.approx((0.7 * 0.101 + 0.3 * 0.504 / 5, 0))
+    clock.now += 0.5
+    speeds.fetched(5)
+    clock.now += 0.002
+    speeds.dispatched()
+    assert speeds.measured[3] == pytest.approx(0.002)  # nothing was under way
+
+
 def test_prefill_and_copies_between_two_dispatches_are_not_the_host_s_time():
     clock = Clock()
     speeds = MeasuredSpeeds(clock)

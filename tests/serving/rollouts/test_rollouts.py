@@ -197,8 +197,8 @@ def test_versions_of_each_token():
     second = engine.submit(PROMPT[::-1], n=1, **more)
     while not engine._scheduler.live or len(engine._scheduler.live[0].request.output) < 3:
         engine.step()
-    count = len(engine._scheduler.live[0].request.output)
     engine.update_params(NEW, running="continue", version=5)
+    count = len(engine._scheduler.live[0].request.output)  # with what was under way
     third = engine.submit(PROMPT, n=1, **more)
     engine.settle()
     prompts = [PROMPT, PROMPT[::-1], PROMPT]
