@@ -13,6 +13,8 @@ given. All sides run under the same process, in turn.
    same lengths that are shared in the same way, with as many passes a dispatch; between dispatches
    the host does nothing but wait. The engine is given calls whose prompts it has cached but for
    one token, and is timed from when its rows are full to when the last call leaves the queue.
+ - Streams that go on: as many calls as there are rows, with answers of 512 tokens, where the next
+   dispatch is made before the results of the last are read, and where it is not.
  - Calls with questions, all at once: the engine, the engine without prefix reuse (its tree is made
    to find nothing), and `jaxshare.serving.generate` on one batch of calls after another, in the
    order of their arrival. There a batch lasts as long as its longest answer; tokens after
@@ -65,6 +67,9 @@ from scripts.bench.parts.engine.sides import (
 )
 
 SATURATION_GOAL = 0.90
+STREAMED = 512
+"""Tokens of each answer where all rows go on."""
+TWO_UNDER_WAY, ONE_BY_ONE = "two under way", "one by one"
 
 
 def measure(
@@ -91,6 +96,7 @@ def measure(
         forgetful.at_once(calls.make(2 * scale.rows, QUESTIONS))
         say(f"{name}: saturation")
         known = saturation(served, raw, calls, scale, passes)
+        going_on = streams(served, calls, scale)
         say(f"{name}: all at once")
         mixed = all_at_once(served, forgetful, batches, calls, scale)
         batches.calibrate(calls.make(scale.rows, QUESTIONS))
@@ -109,6 +115,7 @@ def measure(
         "model": name,
         **dataclasses.asdict(scale),
         "saturation": known,
+        "streams": going_on,
         "at_once": mixed,
         "arrivals": loads,
     }
@@ -170,6 +177,28 @@ def all_at_once(
     }
 
 
+def streams(served: Served, calls: Calls, scale: Scale) -> dict[str, Any]:
+    """The engine's tokens a second where all rows go on, with the next dispatch made before the results
+    of the last are read, and one by one."""
+
+    def side(follows: bool) -> float:
+        served.engine._scheduler.follows = follows
+        asked = calls.make(scale.rows, (1, 1), (STREAMED, STREAMED))
+        return served.at_once(asked)[0]
+
+    side(True)  # compiles
+    sides = {TWO_UNDER_WAY: lambda: side(True), ONE_BY_ONE: lambda: side(False)}
+    seconds, tokens = alternate(sides, 3 * scale.rounds), scale.rows * STREAMED
+    served.engine._scheduler.follows = True
+    return {
+        "tokens_per_second": {
+            each: tokens / statistics.median(found) for each, found in seconds.items()
+        },
+        "faster": ratios(seconds[ONE_BY_ONE], seconds[TWO_UNDER_WAY]),
+        "round_seconds": seconds,
+    }
+
+
 def goals(results: Sequence[Mapping[str, Any]]) -> list[Goal]:
     return [
         Goal(
@@ -210,6 +239,12 @@ def _model_text(r: Mapping[str, Any]) -> str:
         ),
         f"engine to raw loop: {ratio['median']:.3f}, {ratio['lowest']:.3f} to "
         f"{ratio['highest']:.3f} by round",
+        "",
+        table(
+            (f"streams of {STREAMED} tokens, dispatches made", "tokens/s"),
+            [(side, f"{rate:.1f}") for side, rate in r["streams"]["tokens_per_second"].items()],
+        ),
+        f"{TWO_UNDER_WAY} to {ONE_BY_ONE}: {r['streams']['faster']['median']:.3f}",
         "",
         table(
             ("calls with questions, all at once", "tokens/s", "engine x"),

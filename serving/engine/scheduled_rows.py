@@ -47,7 +47,6 @@ class ScheduledRows:
         self.decode_rows, self._siblings = decode_rows, Siblings(output)
         self.rows: list[RunningRequest | None] = [None] * rows
         self._counts_peak, self.peak_tokens = counts_peak, 0
-        self._has_ended = False  # any row, in the dispatch whose results were taken last
         self._failure: Exception | None = None  # of `settle`
 
     @property
@@ -87,7 +86,6 @@ class ScheduledRows:
             reason = FinishReason(int(result.reasons[row.index]))
             row.is_full = reason is FinishReason.CACHE_FULL
             self._append(row, row.take(result), reason)
-        self._has_ended = any(self.rows[row.index] is not row for row in rows)
         if follows:
             return  # what is to be done to rows waits until all of their tokens are known
         full = [row for row in rows if row.is_full]
@@ -182,4 +180,4 @@ class ScheduledRows:
     def _forget_under_way(self) -> None:
         """Drops what is under way, unread."""
         self.decode_rows.under_way.clear()
-        self._failure, self._has_ended = None, False
+        self._failure = None

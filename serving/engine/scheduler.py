@@ -36,6 +36,9 @@ from jaxshare.serving.kvcache.view import SessionBlocks, ViewBuilder
 
 log = logging.getLogger("jaxshare.engine")
 
+_QUIET = 2
+"""Dispatches in a row with which nothing has entered, until the next one is made early: what arrives
+then waits for one more."""
 MAX_PASSES = 63
 """Passes of a dispatch that follows the measured speeds, at most: its outputs have 64 places."""
 
@@ -59,6 +62,7 @@ class Scheduler(ScheduledRows):
 
     Attributes:
       sessions: that wait for passes; decode_rows: the state of the loop.
+      follows: whether a dispatch may be made before the results of the last one are read.
       ahead: compiles programs beside the loop; None where that is done as they are needed.
     """
 
@@ -100,6 +104,10 @@ class Scheduler(ScheduledRows):
         self._prefill_passes, self._texts_first = PrefillPasses(model, kv), False
         self.sessions = WaitingSessions()
         self.ahead: ProgramsAhead | None = None
+        self.follows, self._num_alike = (
+            True,
+            0,
+        )  # dispatches since the last one with which anything entered
 
     # One step.
 
@@ -123,7 +131,7 @@ class Scheduler(ScheduledRows):
         """Makes the next dispatch before the results of the one under way are read, where these cannot
         change which rows it has; the host then reads them while it runs."""
         (before,) = self.decode_rows.under_way
-        if not self.decode_rows.can_follow or not self._goes_on_alike(before.passes):
+        if not (self.decode_rows.can_follow and self._goes_on_alike(before.passes)):
             return
         if self.ahead:
             self.ahead.look()
@@ -135,14 +143,16 @@ class Scheduler(ScheduledRows):
     def _goes_on_alike(self, passes: int) -> bool:
         """Returns whether the same rows run after a dispatch of at most so many passes."""
         rows, left = self.live, [row.request.remaining - passes for row in self.live]
-        if len(self.sessions) or max(left, default=0) <= 0:
+        if not self.follows or self._num_alike < _QUIET or len(self.sessions):
+            return False
+        if max(left, default=0) <= 0:
             return False
         if any(r.request.cancelled or r.drafts or r.is_full or not r.decoding for r in rows):
             return False
         if not len(self.queue):
             return not (self._prefill_first and kept_rows(self.rows))
         # Requests that wait enter where a row ends, which the dispatch then stops for.
-        if not all(self.rows) or self._has_ended or min(left) <= 0:
+        if not all(self.rows) or min(left) <= 0:
             return False
         lowest, waiting = min(row.request.priority for row in rows), self.queue.unordered()
         return not any(r.resample or r.cancelled or r.priority > lowest for r in waiting)
@@ -167,6 +177,7 @@ class Scheduler(ScheduledRows):
         self.decode_rows.admit([r for r in ready if r in undrafted or r not in drafting])
         free = [i for i, row in enumerate(self.rows) if row is None]
         sessions = self.sessions.place(free, self.output.version)
+        self._num_alike = 0 if ready or sessions else self._num_alike + 1
         if sessions or any(row.decoding for row in self.live):
             # Neither a prompt's next chunk nor sessions that begin together must wait long.
             few = any(s[0].is_first for s in sessions) or bool(self.sessions.feeds)

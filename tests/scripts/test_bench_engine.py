@@ -82,7 +82,7 @@ def tiny():
 
 
 @pytest.mark.slow
-def test_the_engine_and_the_loop_that_are_timed_do_the_work(tiny):
+def test_the_engine_and_the_loop_that_are_timed_do_the_work(tiny, monkeypatch):
     calls = bench.Calls(TINY.vocab_size, seed=0, system_tokens=24)
     sampler = Sampler(temperature=0.8)
     served = bench.Served(tiny, calls, 2, sampler, 8)
@@ -95,6 +95,19 @@ def test_the_engine_and_the_loop_that_are_timed_do_the_work(tiny):
         seconds, seen = side.at_once(calls.make(24, (2, 3)))
         assert seconds > 0 and sides.steady_rate(seen) > 0
         side.engine.shutdown()
+    both = bench.Served(tiny, calls, 2, sampler, 8)
+    monkeypatch.setattr(bench, "STREAMED", 64)
+    seen, dispatches = [], both.engine._scheduler.decode_rows.under_way
+    fetch = both.engine._scheduler.decode_rows.fetch
+    monkeypatch.setattr(
+        both.engine._scheduler.decode_rows,
+        "fetch",
+        lambda: seen.append((both.engine._scheduler.follows, len(dispatches))) or fetch(),
+    )
+    going_on = bench.streams(both, calls, bench.Scale(2, 0, 0, 0, 1))
+    assert set(seen) >= {(True, 2), (False, 1)} and (False, 2) not in seen
+    assert all(rate > 0 for rate in going_on["tokens_per_second"].values())
+    both.engine.shutdown()
     raw = bench.Raw(tiny, calls.make(4, (1, 1)), 24, 2, sampler, 8)
     assert raw.turn(2) > 0 and int(raw.state.passes) == 16
     assert raw.state.cache.lengths[-2:].tolist() == [raw.length + 8] * 2
@@ -133,6 +146,10 @@ def test_a_report_has_all_sides_as_json(tmp_path, capsys, monkeypatch):
                 "tokens_per_second": {bench.ENGINE: 90.0, bench.RAW: 100.0},
                 "engine_with_the_end": 80.0,
                 "engine_to_raw": {"median": 0.9, "lowest": 0.8, "highest": 1.0},
+            },
+            "streams": {
+                "tokens_per_second": {bench.TWO_UNDER_WAY: 12.0, bench.ONE_BY_ONE: 10.0},
+                "faster": {"median": 1.2},
             },
             "at_once": {
                 "tokens_per_second": {bench.ENGINE: 3.0, bench.BATCHES: 1.5},

@@ -6,7 +6,7 @@ import pytest
 
 from jaxshare import FinishReason, Sampler
 from jaxshare.decoding.changes import Changes
-from jaxshare.serving.engine import Engine, decode_rows
+from jaxshare.serving.engine import decode_rows
 from tests.helpers import one_layer
 from tests.serving.engine.stepped import small_pieces
 from tests.serving.engine.test_engine import (
@@ -59,8 +59,9 @@ def test_a_dispatch_is_made_before_the_results_of_the_last_are_read(log):
     engine.settle()
     assert list(done(stream).tokens) == alone(PROMPT, COUNT)[0]
     seen = [each for each in log if each != "widened"]
-    # Forty tokens in dispatches of eight; after the last one there is nothing to go on with.
-    assert seen == ["made", "made", 2, "made", 2, "made", 2, "made", 2, 1]
+    # Forty tokens in dispatches of eight. For two of them something might enter as this has; after the
+    # last one there is nothing to go on with.
+    assert seen == ["made", 1, "made", 1, "made", "made", 2, "made", 2, 1]
     check_memory(engine)
 
 
@@ -211,22 +212,19 @@ def test_an_error_of_what_is_under_way_ends_the_requests_and_the_engine_goes_on(
     check_memory(engine)
 
 
-def test_seeds_and_batches_of_many_lengths_are_those_of_one_dispatch_at_a_time(monkeypatch):
+def test_seeds_of_many_requests_give_what_one_dispatch_at_a_time_gives():
     def texts(follows: bool) -> list[tuple[int, ...]]:
-        with monkeypatch.context() as patch:
-            if not follows:
-                patch.setattr(decode_rows.DecodeRows, "can_follow", property(lambda self: False))
-            with Engine(MODEL, max_rows=ROWS, passes=64) as engine:
-                engine._scheduler.passes = 3
-                calls = [
-                    engine.submit(
-                        np.random.default_rng(n).integers(3, 31, 4 + n).tolist(),
-                        Sampler(temperature=0.9),
-                        seed=n,
-                        max_new_tokens=5 + 7 * n % 41,
-                    )
-                    for n in range(3 * ROWS)
-                ]
-                return [call.wait().tokens for call in calls]
+        with engine_of(MODEL, 3) as engine:
+            engine._scheduler.follows = follows
+            calls = [
+                engine.submit(
+                    np.random.default_rng(n).integers(3, 31, 4 + n).tolist(),
+                    Sampler(temperature=0.9),
+                    seed=n,
+                    max_new_tokens=5 + 7 * n % 41,
+                )
+                for n in range(3 * ROWS)
+            ]
+            return [call.wait().tokens for call in calls]
 
     assert texts(True) == texts(False)

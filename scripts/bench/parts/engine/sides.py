@@ -67,13 +67,15 @@ class Calls:
             tuple(self._rng.integers(0, vocab, system_tokens).tolist()) for _ in range(SYSTEMS)
         ]
 
-    def make(self, count: int, questions: tuple[int, int]) -> list[Call]:
-        """Makes `count` calls; `questions` are the fewest and the most tokens of a question."""
+    def make(
+        self, count: int, questions: tuple[int, int], budgets: tuple[int, int] = BUDGETS
+    ) -> list[Call]:
+        """Makes `count` calls, each with the fewest and the most tokens of a question and an answer."""
         found = []
         for _ in range(count):
             system = int(self._rng.integers(SYSTEMS))
             length, budget = (
-                int(self._rng.integers(low, high + 1)) for low, high in (questions, BUDGETS)
+                int(self._rng.integers(low, high + 1)) for low, high in (questions, budgets)
             )
             question = self._rng.integers(0, self._vocab, length).tolist()
             found.append(
