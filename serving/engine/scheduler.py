@@ -104,10 +104,8 @@ class Scheduler(ScheduledRows):
         self._prefill_passes, self._texts_first = PrefillPasses(model, kv), False
         self.sessions = WaitingSessions()
         self.ahead: ProgramsAhead | None = None
-        self.follows, self._num_alike = (
-            True,
-            0,
-        )  # dispatches since the last one with which anything entered
+        self.follows = True
+        self._num_alike = 0  # dispatches since the last one with which anything entered
 
     # One step.
 
