@@ -69,9 +69,9 @@ class Changes:
       blocks: int32[R, N], of the layout.
       table: int32[4, B], of the cache's blocks: offset, length, capacity and phase. None where the
         blocks stay as they are.
-      flags: int32[2]: whether `blocks` and `table` are to be ignored (1; then they have the shapes of
-        the state's) or the lengths of blocks alone (2), and whether the tokens that the state holds
-        are taken.
+      flags: int32[3]: whether `blocks` and `table` are to be ignored (then they have the shapes of
+        the state's), or the lengths of blocks alone, and whether the tokens that the state holds are
+        taken.
     """
 
     rows: Int32[Any, "R 7"]
@@ -79,7 +79,7 @@ class Changes:
     pending: Int32[Any, "R Q"]
     blocks: Int32[Any, "R N"]
     table: Int32[Any, "4 B"] | None
-    flags: Int32[Any, " 2"]
+    flags: Int32[Any, " 3"]
 
     @classmethod
     def none(
@@ -108,7 +108,7 @@ class Changes:
             np.zeros((rows, queue_width), np.int32),
             np.asarray(blocks, np.int32),
             table,
-            np.asarray([1 if keeps_view else 2 * keeps_lengths, takes_outputs], np.int32),
+            np.asarray([keeps_view, keeps_lengths, takes_outputs], np.int32),
         )
 
     def act(self, rows: Sequence[int], action: Action) -> None:
@@ -133,12 +133,17 @@ class Changes:
     @property
     def keeps_view(self) -> Bool[jax.Array, ""]:
         """True where `blocks` and `table` are to be ignored."""
-        return self.flags[0] == 1
+        return self.flags[0] > 0
+
+    @property
+    def keeps_lengths(self) -> Bool[jax.Array, ""]:
+        """True where the blocks keep their lengths."""
+        return self.keeps_view | (self.flags[1] > 0)
 
     @property
     def takes_outputs(self) -> Bool[jax.Array, ""]:
         """True where the tokens that the state holds are taken."""
-        return self.flags[1] > 0
+        return self.flags[2] > 0
 
     def listed(self, blocks: Int32[jax.Array, "R M"]) -> Int32[jax.Array, "R N"]:
         """The blocks of a layout after these changes, but for rows that retire."""
@@ -151,7 +156,7 @@ class Changes:
         return dataclasses.replace(
             cache,
             offsets=_unless(self.keeps_view, offsets, cache.offsets),
-            lengths=_unless(self.flags[0] > 0, lengths, cache.lengths),
+            lengths=_unless(self.keeps_lengths, lengths, cache.lengths),
             capacities=_unless(self.keeps_view, capacities, cache.capacities),
             phases=_unless(self.keeps_view, phases, cache.phases),
         )

@@ -35,7 +35,7 @@ def log(monkeypatch):
 
     def changes(*given, **more):
         made = none(*given, **more)
-        if made.flags[0] == 2:
+        if made.flags[1] and not made.flags[0]:
             log.append("widened")
         return made
 
