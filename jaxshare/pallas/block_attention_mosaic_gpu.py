@@ -214,6 +214,7 @@ def _pieces(
             value_free=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             given=plgpu.Barrier(),
             taken=plgpu.Barrier(),
+            turn=plgpu.Barrier(num_barriers=2),
         ),
         tuple(CodeSlots.scratch(plgpu, tiles, dim, a.codes.dtype) for a in of_codes),
     ]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from jaxshare.pallas.registers_mosaic_gpu import columns_between
 from jaxshare.pallas.work_items import ROW_ALIGNMENT
 
 WARPGROUP = 64
@@ -43,6 +44,7 @@ class ItemReads:
         *,
         tile: int,
         arena: int,
+        interpret: bool,
     ):
         """Reads which tiles and segments are the item's.
 
@@ -53,12 +55,14 @@ class ItemReads:
           item: the item's number.
           tile: tokens of a tile.
           arena: tokens of the arena.
+          interpret: do without what the interpreter lacks.
         """
         self._first_tile, self._end_tile, self.first_segment, self.end_segment = (
             item_ref[item, i] for i in range(4)
         )
         self._count, self._total = count_ref[0], count_ref[1]
         self._segment_ref, self._tile, self._arena = segment_ref, tile, arena
+        self._interpret = interpret
 
     def segment(self, number: Array) -> SegmentTiles:
         """The tiles of a segment, which is counted over the kv heads."""
@@ -97,12 +101,11 @@ class ItemReads:
         start of the first tile.
         """
         start, before = self.window(now, i)
-        shape = WARPGROUP, self._tile
-        token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + (
-            start - now.start
-        )
+        skipped = start - now.start
         first = before if unseen else jnp.maximum(before, now.lead)
-        seen = (token >= first) & (token < lax.broadcast_in_dim(limit, shape, [0]))
-        for begin in unseen:
-            seen = seen & (token >= lax.broadcast_in_dim(begin, shape, [0]))
-        return seen
+        begin = plgpu.layout_cast(
+            jnp.full(WARPGROUP, first - skipped), plgpu.Layout.WGMMA.reduce(1)
+        )
+        for each in unseen:
+            begin = jnp.maximum(begin, each - skipped)
+        return columns_between(plgpu, begin, limit - skipped, self._tile, self._interpret)

@@ -5,7 +5,9 @@ three warpgroups one fetches: queries of the next segment and tiles of keys and 
 copies, as many under way as shared memory holds. The two others compute, 64 queries each:
 
   * a wide segment, of more than 64 queries, is split between them by queries: both use each tile
-    (Hydragen section 3.2);
+    (Hydragen section 3.2). On Hopper they take turns to multiply, and the scores of a tile are under
+    way before the values of the one before are mixed, so that one's products run under the other's
+    exponentials, and under its own (FlashAttention-3, sections 3.1 and 3.2);
   * a narrow one, down to a single row's, is split by tiles: they alternate, and their results are
     merged at its end.
 
@@ -43,7 +45,8 @@ class Barriers(NamedTuple):
     """The barriers of the kernel.
 
     Those named full and free are between the warpgroup that fetches, or converts codes, and the two
-    that compute: a slot is full, or free again. `given` and `taken` are between those two.
+    that compute: a slot is full, or free again. The others are between those two: `given` and `taken`
+    where one gets the other's results, and `turn`, one for each, where it is its turn to multiply.
     """
 
     query_full: Any
@@ -54,6 +57,7 @@ class Barriers(NamedTuple):
     value_free: Any
     given: Any
     taken: Any
+    turn: Any
 
 
 def attention_kernel(
@@ -86,7 +90,6 @@ def attention_kernel(
     size, dim, dtype = tiles.tile, k_ref.shape[2], q_ref.dtype
     wgmma = plgpu.Layout.WGMMA
     item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
-    reads = ItemReads(item_ref, segment_ref, count_ref, item, tile=size, arena=arena)
     fetched_tiles = numbers = (
         TileStream(k_ref, k_smem, barriers.key_full, barriers.key_free),
         TileStream(v_ref, v_smem, barriers.value_full, barriers.value_free),
@@ -99,9 +102,18 @@ def attention_kernel(
     conversion = Conversion(plgpu, fetched_tiles, numbers)
     # The warpgroup that fetches converts, too.
     is_joint = bool(codes) and dim > WIDEST_APART
+    overlaps = products.overlap and not codes and dim < 256
+    reads = ItemReads(
+        item_ref,
+        segment_ref,
+        count_ref,
+        item,
+        tile=size,
+        arena=arena,
+        interpret=products.interpret,
+    )
 
-    @pl.when(warpgroup == 2)
-    def _fetch() -> None:
+    def fetch() -> None:
         plgpu.set_max_registers(72 if is_joint else 24, action="decrease")
 
         def fetch_piece(number: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -150,17 +162,15 @@ def attention_kernel(
         if is_joint:
             wait_for_last(plgpu, fetched, *(stream.free for stream in numbers))
 
-    if codes and not is_joint:
+    def convert() -> None:
+        plgpu.set_max_registers(72, action="decrease")
+        conversion.all_tiles(reads)
 
-        @pl.when(warpgroup == 3)
-        def _convert() -> None:
-            plgpu.set_max_registers(72, action="decrease")
-            conversion.all_tiles(reads)
-
-    @pl.when(warpgroup < 2)
-    def _compute() -> None:
+    def compute() -> None:
         # of the 504, or with four warpgroups 512, that there are for all
         plgpu.set_max_registers(240 if not codes else 216 if is_joint else 208, action="increase")
+        if overlaps:
+            pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(barriers.turn.at[0]))
 
         def filled(value: float, *shape: int) -> Array:
             return plgpu.layout_cast(
@@ -191,25 +201,34 @@ def attention_kernel(
             # the next one for it.
             pl.when(~narrow)(lambda: plgpu.barrier_wait(barriers.query_full.at[2 * query_slot + 1]))
 
+            def weigh(
+                masked: bool, i: Array, scores: Array, top: Array, total: Array
+            ) -> tuple[Array, ...]:
+                """The new maximum and sum, the factor of what was mixed under the old maximum, and the
+                weights of the i-th tile."""
+                scores = capped(scores, softcap, few_registers=dim >= 256 or is_joint)
+                if masked:
+                    seen = reads.seen(plgpu, now, i, limit, unseen)
+                    scores = jnp.where(seen, scores, -jnp.inf)
+                new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+                under = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+                keep = jnp.exp2(top - under)
+                weights = jnp.exp2(scores - wide(under, size))
+                return new_top, total * keep + jnp.sum(weights, axis=1), keep, weights
+
+            # One by one: a tile's scores, its weights, and the mixing of its values.
+
             def take(masked: bool, i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 used, *softmax = state
                 slot = lax.rem(used, tiles.stages)
                 plgpu.barrier_wait(barriers.key_full.at[slot])
 
-                def compute(top: Array, total: Array, mixed: Array) -> tuple[Array, ...]:
+                def use(top: Array, total: Array, mixed: Array) -> tuple[Array, ...]:
                     scores = products.scores(q_smem.at[query_slot, half], k_smem.at[slot])
                     if codes:
                         scores = scaled(plgpu, scores, codes[0].scales, used)
                     plgpu.barrier_arrive(barriers.key_free.at[slot])
-                    scores = capped(scores, softcap, few_registers=dim >= 256 or is_joint)
-                    if masked:
-                        seen = reads.seen(plgpu, now, i, limit, unseen)
-                        scores = jnp.where(seen, scores, -jnp.inf)
-                    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-                    under = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
-                    keep = jnp.exp2(top - under)
-                    weights = jnp.exp2(scores - wide(under, size))
-                    total = total * keep + jnp.sum(weights, axis=1)
+                    new_top, total, keep, weights = weigh(masked, i, scores, top, total)
                     if not codes:
                         weights = products.operand(weights, dtype)
                         plgpu.barrier_wait(barriers.value_full.at[slot])
@@ -228,7 +247,53 @@ def attention_kernel(
                     return softmax
 
                 mine = ~narrow | (lax.rem(i - now.first, 2) == warpgroup)
-                return used + 1, *lax.cond(mine, compute, skip, *softmax)
+                return used + 1, *lax.cond(mine, use, skip, *softmax)
+
+            # Overlapping, where both use each tile: its weights are made while the values of the tile
+            # before are mixed, and while the other warpgroup has its turn to multiply.
+
+            def take_ahead(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+                used, top, total, mixed, weights = state
+                slot, before = lax.rem(used, tiles.stages), lax.rem(used - 1, tiles.stages)
+                plgpu.barrier_wait(barriers.turn.at[warpgroup])
+                plgpu.barrier_wait(barriers.key_full.at[slot])
+                plgpu.barrier_wait(barriers.value_full.at[before])
+
+                def weigh_next(scores: Array, top: Array, total: Array) -> tuple[Array, ...]:
+                    plgpu.barrier_arrive(barriers.key_free.at[slot])
+                    return weigh(False, i, scores, top, total)
+
+                mixed, (top, total, keep, weights) = products.overlapped(
+                    (q_smem.at[query_slot, half], k_smem.at[slot]),
+                    (mixed, weights, v_smem.at[before]),
+                    (top, total),
+                    issued=lambda: plgpu.barrier_arrive(barriers.turn.at[1 - warpgroup]),
+                    weigh=weigh_next,
+                )
+                plgpu.barrier_arrive(barriers.value_free.at[before])
+                return used + 1, top, total, mixed * wide(keep, dim), weights.astype(dtype)
+
+            def overlapping(used: Array, *softmax: Array) -> tuple[Array, ...]:
+                top, total, mixed = softmax
+                slot = lax.rem(used, tiles.stages)
+                plgpu.barrier_wait(barriers.key_full.at[slot])
+                scores = products.scores(q_smem.at[query_slot, half], k_smem.at[slot])
+                plgpu.barrier_arrive(barriers.key_free.at[slot])
+                top, total, _, weights = weigh(False, now.first, scores, top, total)
+                used, top, total, mixed, weights = lax.fori_loop(
+                    now.first + 1,
+                    whole,
+                    take_ahead,
+                    (used + 1, top, total, mixed, weights.astype(dtype)),
+                )
+                slot = lax.rem(used - 1, tiles.stages)
+                plgpu.barrier_wait(barriers.value_full.at[slot])
+                mixed = products.add(mixed, weights, v_smem.at[slot])
+                plgpu.barrier_arrive(barriers.value_free.at[slot])
+                return used, top, total, mixed
+
+            def one_by_one(*state: Array) -> tuple[Array, ...]:
+                return lax.fori_loop(now.first, whole, functools.partial(take, False), state)
 
             state = (
                 used,
@@ -237,13 +302,14 @@ def attention_kernel(
                 filled(0.0, WARPGROUP, dim),
             )
             # With 256 columns two loops take more registers than there are.
-            whole = (
-                jnp.clip(now.full, now.first, jnp.maximum(now.end, now.first))
-                if dim < 256
-                else now.first
-            )
+            whole = now.first
             if dim < 256:
-                state = lax.fori_loop(now.first, whole, functools.partial(take, False), state)
+                whole = jnp.clip(now.full, now.first, jnp.maximum(now.end, now.first))
+                take_whole = one_by_one
+                if overlaps:
+                    is_wide = ~narrow & (whole > now.first)
+                    take_whole = functools.partial(lax.cond, is_wide, overlapping, one_by_one)
+                state = take_whole(*state)
             used, top, total, mixed = lax.fori_loop(
                 whole, now.end, functools.partial(take, True), state
             )
@@ -332,3 +398,11 @@ def attention_kernel(
             reads.first_segment, reads.end_segment, compute_piece, (jnp.int32(0), jnp.int32(0))
         )
         plgpu.wait_smem_to_gmem(0)
+
+    def feed() -> None:
+        pl.when(warpgroup == 2)(fetch)
+        if codes and not is_joint:
+            pl.when(warpgroup == 3)(convert)
+
+    # Not one after the other: what one of them has ready would take the other's registers.
+    lax.cond(warpgroup < 2, compute, feed)

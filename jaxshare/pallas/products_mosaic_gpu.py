@@ -5,6 +5,7 @@ there each warp multiplies 16 queries with `mma.sync`, whose operands are in reg
 of both lie in registers alike, so that all that is done between the products is the same.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,9 +25,14 @@ TOKENS = 16
 WIDEST, WIDEST_OF_CODES = 256, 128
 """The head dims up to which they fit, of an exact cache and of one that approximates."""
 
+_PINNED = "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p fence.acq_rel.cta; mov.f32 $0, $1; }"
+"""PTX that copies a number and has an effect, a harmless one, where it is negative, which sums of
+weights never are."""
+
 INTERPRETER_LACKS = {
     "wgmma that adds to an accumulator in registers (run_state)": "a plain product, added",
     "mma.sync": "a plain product",
+    "products that go on while others are made (wgmma_accumulator_load)": "one after the other",
 }
 """The operations of these products, and of those of the kernel for latents, that Mosaic GPU's
 interpreter lacks, and their replacements when they are interpreted."""
@@ -79,6 +85,84 @@ class WarpgroupProducts(NamedTuple):
                 right = plgpu.load(right, layout=layout.MMA_RHS(dtype))
                 found[j] = plgpu.mma(part, left, right)
         return lax.concatenate(found, 1)
+
+    @property
+    def overlap(self) -> bool:
+        """True if products go on while the warpgroup does other things."""
+        return not self.by_warps
+
+    def overlapped(
+        self,
+        scored: tuple[Any, Any],
+        mixed: tuple[Float[Array, "64 D"], Float[Array, "64 tile"], Any],
+        state: tuple[Float[Array, " 64"], Float[Array, " 64"]],
+        *,
+        issued: Callable[[], None],
+        weigh: Callable[..., tuple[Array, ...]],
+    ) -> tuple[Float[Array, "64 D"], tuple[Array, ...]]:
+        """Both products at once, the second of which goes on while weights are made of the first.
+
+        Args:
+          scored: queries and keys, as `scores` takes them.
+          mixed: what `add` takes; weights in the dtype of values.
+          state: the maximum and the sum of weights so far.
+          issued: called once both are under way.
+          weigh: takes scores and `state`; returns new ones, a factor of each row, and weights in
+            float32.
+
+        Returns:
+          What `add` returns, and what `weigh` does.
+        """
+        plgpu, (queries, keys), (so_far, weights, values) = self.plgpu, scored, mixed
+        if self.interpret:  # INTERPRETER_LACKS
+            issued()
+            found = weigh(self.scores(queries, keys), *state)
+            return self.add(so_far, weights, values), found
+
+        def multiply(refs: tuple[Any, ...]) -> None:
+            mixed_ref, *found_refs = refs
+
+            def weighed(scores_ref: Any) -> tuple[Array, ...]:
+                plgpu.wgmma(scores_ref, queries, keys.transpose((1, 0)))
+                plgpu.wgmma(mixed_ref, weights, values)
+                issued()
+                return weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1), *state)
+
+            shape = WARPGROUP, keys.shape[0]
+            found = pl.run_scoped(weighed, plgpu.ACC(shape, jnp.float32))
+            # The compiler of Python's program, and then that of PTX, would make weights after the
+            # wait for the second product, which is at the end of this function.
+            top, total, *more = lax.optimization_barrier(found)
+            for ref, each in zip(found_refs, (top, self._pinned(total), *more), strict=True):
+                ref[...] = each
+
+        like = (*state, state[1], weights.astype(jnp.float32))
+        so_far, *found = pl.run_state(multiply)((plgpu.ACC.init(so_far), *like))
+        # Weights in fewer bits take the registers that the second product has read until now.
+        return so_far, tuple(lax.optimization_barrier(found))
+
+    def _pinned(self, total: Float[Array, " 64"]) -> Float[Array, " 64"]:
+        """Sums of weights, which are there before any wait that follows."""
+        from jax.experimental.mosaic import gpu as mgpu
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm
+
+        layout = self.plgpu.Layout.WGMMA.reduce(1)
+
+        @self.plgpu.inline_mgpu(
+            arg_types=(layout,),
+            return_type=self.plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=layout),
+        )
+        def pinned(_: Any, given: Any) -> Any:
+            word, found = ir.IntegerType.get_signless(32), np.empty_like(given.registers)
+            zero = arith.constant(word, ir.IntegerAttr.get(word, 0))
+            for at, register in np.ndenumerate(given.registers):
+                one = llvm.extractelement(register, zero)
+                one = llvm.inline_asm(one.type, [one], _PINNED, "=f,f", has_side_effects=True)
+                found[at] = llvm.insertelement(llvm.mlir_undef(register.type), one, zero)
+            return mgpu.FragmentedArray(_registers=found, _layout=given.layout, _is_signed=None)
+
+        return pinned(total)
 
     def operand(self, weights: Float[Array, "64 tile"], dtype: Any) -> Float[Array, "64 tile"]:
         """Weights in `dtype`, as `add` takes them."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxshare.pallas.matrix_codes import BASE, MatrixForm, e4m3_bytes, nibbles, signed_bytes
 
@@ -135,3 +135,69 @@ def _widened(
         )
 
     return list(widen(*given))
+
+
+def columns_between(
+    plgpu: Any,
+    begin: Int[Array, " 64"],
+    end: Int[Array, " 64"],
+    columns: int,
+    interpret: bool,
+) -> Bool[Array, "64 columns"]:
+    """True from a row's column `begin` to its `end` (exclusive).
+
+    The columns' numbers are constants in the instructions that compare. As an array they are the
+    same in every turn of a loop, so a compiler keeps them in registers, one in eight of all there are.
+
+    Args:
+      plgpu: Pallas' Mosaic GPU module.
+      begin, end: with the layout of rows of WGMMA.
+      columns: of the result, whose layout is WGMMA.
+      interpret: do without what the interpreter lacks.
+    """
+    if interpret:  # INTERPRETER_LACKS
+        column = jnp.arange(columns)[None]
+        return (column >= begin[:, None]) & (column < end[:, None])
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
+    wgmma = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(wgmma.reduce(1), wgmma.reduce(1)),
+        return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.bool_, layout=wgmma),
+    )
+    def between(_: Any, begin: Any, end: Any) -> Any:
+        word, flag = (ir.IntegerType.get_signless(n) for n in (32, 1))
+
+        def number(value: int) -> Any:
+            return arith.constant(word, ir.IntegerAttr.get(word, value))
+
+        # A thread has two neighbouring columns of each eight, in two of its warp's rows.
+        # Read here, where a compiler would otherwise keep it from the start of the kernel.
+        lane = llvm.inline_asm(word, [], "mov.u32 $0, %laneid;", "=r", has_side_effects=True)
+        lane = arith.muli(arith.andi(lane, number(3)), number(2))
+        begins, ends = (
+            [
+                arith.subi(llvm.extractelement(each, number(0)), lane)
+                for each in bound.registers.flat
+            ]
+            for bound in (begin, end)
+        )
+        found = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, columns)), dtype=object)
+        for at, (eight, row) in zip(
+            np.ndindex(found.shape), np.ndindex(columns // 8, 2), strict=True
+        ):
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), flag))
+            for i in range(2):
+                column = number(8 * eight + i)
+                seen = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.sge, column, begins[row]),
+                    arith.cmpi(arith.CmpIPredicate.slt, column, ends[row]),
+                )
+                pair = llvm.insertelement(pair, seen, number(i))
+            found[at] = pair
+        return mgpu.FragmentedArray(_registers=found, _layout=mgpu.WGMMA_LAYOUT, _is_signed=False)
+
+    return between(begin, end)

@@ -173,7 +173,15 @@ def wide_kernel(
     registers = REGISTERS_OF_CODES[value_dim] if memory.codes else REGISTERS
     wgmma = plgpu.Layout.WGMMA
     item, warpgroup = lax.axis_index("item"), lax.axis_index("warpgroup")
-    reads = ItemReads(item_ref, segment_ref, count_ref, item, tile=tiles.tile, arena=k_ref.shape[1])
+    reads = ItemReads(
+        item_ref,
+        segment_ref,
+        count_ref,
+        item,
+        tile=tiles.tile,
+        arena=k_ref.shape[1],
+        interpret=interpret,
+    )
 
     def over_pieces(piece: Callable[..., Any], *start: Any) -> Any:
         return lax.fori_loop(reads.first_segment, reads.end_segment, piece, start)

@@ -35,6 +35,7 @@ from scripts.gpu.compiler import Compiler, MissingError, Program, Toolchain
 from scripts.gpu.numbers import device_numbers, plan_numbers, sampling_numbers, step_numbers
 from scripts.gpu.report import all_goals, as_text
 from scripts.gpu.results import Results
+from scripts.gpu.sass import disassembled, under_products
 from scripts.gpu.targets import HOPPER, TARGETS, Target
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
@@ -353,10 +354,19 @@ def mesh_of(compiler: Compiler, spread: Any) -> Any:
 def kernels_of(
     compiler: Compiler, function: Callable[..., Any], arguments: tuple[Any, ...], mesh: Any = None
 ) -> dict[str, Any]:
-    kernels = compiler.compile(function, *arguments, mesh=mesh).kernels
-    if not kernels:
+    program = compiler.compile(function, *arguments, mesh=mesh)
+    if not program.kernels:
         raise ValueError("the program holds no kernel that the backend has written")
-    return {"kernels": [dataclasses.asdict(kernel) for kernel in kernels]}
+    found = [
+        under
+        for text in program.ptx
+        if "wgmma.wait_group.sync.aligned 1;" in text
+        and (under := under_products(disassembled(compiler.ptxas, text)))
+    ]
+    return {
+        "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+        "under_products": found[0]._asdict() if found else None,
+    }
 
 
 def compiled_step(compiler: Compiler, decoding: Any) -> tuple[Program, Any]:

@@ -167,6 +167,7 @@ class Kernel:
       maker: "mosaic" or "triton".
       registers: of a thread.
       spill_bytes: of a thread, stored and loaded again because registers ran out.
+      serialized: 1 where ptxas lets each wgmma wait for the one before.
       wgmma, mma, tcgen05: matrix instructions in its PTX: those of Hopper's warpgroups, of any GPU's
         warps, and of Blackwell.
     """
@@ -175,6 +176,7 @@ class Kernel:
     maker: str
     registers: int
     spill_bytes: int
+    serialized: int
     static_shared_bytes: int
     dynamic_shared_bytes: int
     wgmma: int

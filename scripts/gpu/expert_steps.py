@@ -71,7 +71,7 @@ def numbers(
 ) -> dict[str, Any]:
     """The numbers of a compiled step of `config`, those of all layers of the model, and those that
     are predicted."""
-    from scripts.gpu.compile import turn_of_layers
+    from scripts.gpu.numbers import turn_of_layers
 
     turn = turn_of_layers(program.text, config.num_layers)
     kinds = predicted.kinds(config)

@@ -4,9 +4,9 @@ import re
 
 
 def read_ptxas(report: str) -> dict[str, dict[str, int]]:
-    """The numbers of `ptxas -v` on each kernel: registers, spill_bytes and static_shared_bytes by
-    its name."""
-    kernels = {}
+    """The numbers of `ptxas -v` on each kernel: registers, spill_bytes, static_shared_bytes, and 1
+    as `serialized` where each wgmma waits for the one before, by its name."""
+    kernels, serialized = {}, re.findall(r"serialized due to .* in the function '([^']+)'", report)
     for name, body in re.findall(
         r"Compiling entry function '([^']+)'(.*?)(?=Compiling entry function|\Z)", report, re.S
     ):
@@ -18,6 +18,7 @@ def read_ptxas(report: str) -> dict[str, dict[str, int]]:
             "registers": number(r"Used (\d+) registers"),
             "spill_bytes": number(r"(\d+) bytes spill (?:stores|loads)"),
             "static_shared_bytes": number(r"(\d+) bytes smem"),
+            "serialized": int(name in serialized),
         }
     return kernels
 

@@ -154,7 +154,7 @@ def numbers(
     form: PackedForm,
 ) -> dict[str, Any]:
     """The numbers of a compiled step, those of all layers of the model, and a roofline's."""
-    from scripts.gpu.compile import turn_of_layers
+    from scripts.gpu.numbers import turn_of_layers
 
     turn = turn_of_layers(program.text, decoding.layers)
     last = [line for line in turn if f"layers_{decoding.layers - 1}/" in line]

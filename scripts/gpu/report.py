@@ -115,8 +115,12 @@ def _goals_of_kernels(programs: Sequence[Mapping[str, Any]], most: int) -> list[
         ]
         spilled = max((kernel["spill_bytes"] for kernel in own), default=None)
         shared = max(map(shared_bytes, own), default=None)
+        serialized = sum(kernel.get("serialized", 0) for kernel in own)  # older results have none
         goals += [
             Goal(f"{backend}: bytes that a kernel spills, most", spilled, 0, at_most=True),
+            Goal(
+                f"{backend}: kernels whose wgmma wait for each other", serialized, 0, at_most=True
+            ),
             Goal(
                 f"{backend}: bytes of shared memory of a block, most",
                 shared,
@@ -124,6 +128,14 @@ def _goals_of_kernels(programs: Sequence[Mapping[str, Any]], most: int) -> list[
                 at_most=True,
             ),
         ]
+        under = [
+            found["under"] / found["exponentials"]
+            for program in programs
+            if program["backend"] == backend and (found := program.get("under_products"))
+        ]
+        if under:
+            name = f"{backend}: exponentials under a product, where two overlap, of all"
+            goals.append(Goal(name, min(under), 1))
     return goals
 
 
@@ -277,12 +289,21 @@ def _kernels_text(results: Sequence[Mapping[str, Any]]) -> str:
             str(k["static_shared_bytes"]),
             str(k["dynamic_shared_bytes"]),
             *(str(k.get(kind, "-")) for kind in PRODUCTS),  # older results have none
+            _under_products(r, k),
         )
         for r in results
         for k in r.get("kernels", [])
     ]
-    numbers = "registers", "spilled", "static shared", "dynamic", *PRODUCTS
+    numbers = "registers", "spilled", "static shared", "dynamic", *PRODUCTS, "under products"
     return table(("block attention", "kernel", *numbers), rows)
+
+
+def _under_products(result: Mapping[str, Any], kernel: Mapping[str, Any]) -> str:
+    """The exponentials of a kernel's loop that are made under a product, of all."""
+    if kernel.get("serialized"):
+        return "wgmma wait"
+    found = result.get("under_products") if kernel.get("wgmma") else None
+    return f"{found['under']} of {found['exponentials']}" if found else "-"
 
 
 def _steps_text(results: Sequence[Mapping[str, Any]]) -> str:

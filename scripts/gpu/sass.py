@@ -1,4 +1,4 @@
-"""The instructions of a compiled kernel's loop of matrix products, counted in its machine code."""
+"""The instructions of a compiled kernel's loops of matrix products, counted in its machine code."""
 
 import collections
 import itertools
@@ -50,6 +50,33 @@ def product_loop(ptxas: Path, ptx: Iterable[str]) -> ProductLoop:
     turn = min(multiply, key=len)
     kinds = collections.Counter(map(_kind, turn))
     return ProductLoop(len(turn), sum("GMMA" in one for one in turn), dict(kinds.most_common(12)))
+
+
+class UnderProducts(NamedTuple):
+    """Exponentials of a thread in one turn of a loop with two products under way at once.
+
+    Attributes:
+      under: those made while only the second goes on.
+      exponentials: all of them.
+    """
+
+    under: int
+    exponentials: int
+
+
+def under_products(sass: str) -> UnderProducts | None:
+    """The exponentials of the loop that has two products under way, or None if none has.
+
+    It waits until one is left (`DEPBAR.LE gsb0, 0x1`), and then for that one.
+    """
+    for turn in sorted(loops(sass), key=len):
+        waits = [i for i, one in enumerate(turn) if "WARPGROUP.DEPBAR.LE gsb0" in one]
+        first = next((i for i in waits if turn[i].endswith("0x1")), None)
+        if first is not None:
+            end = next((i for i in waits if i > first), len(turn))
+            made = [i for i, one in enumerate(turn) if "MUFU.EX2" in one]
+            return UnderProducts(sum(first < i < end for i in made), len(made))
+    return None
 
 
 def disassembled(ptxas: Path, ptx: str) -> str:

@@ -142,6 +142,7 @@ def test_arguments_that_it_does_not_take(capsys, arguments, names):
 def test_registers_spills_and_static_shared_memory_of_each_kernel():
     found = listings.read_ptxas(
         textwrap.dedent("""\
+        ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized due to other ones in the function 'block_attention'
         ptxas info    : 0 bytes gmem
         ptxas info    : Compiling entry function 'block_attention' for 'sm_90a'
         ptxas info    : Function properties for block_attention
@@ -155,8 +156,18 @@ def test_registers_spills_and_static_shared_memory_of_each_kernel():
         """)
     )
     assert found == {
-        "block_attention": {"registers": 168, "spill_bytes": 20, "static_shared_bytes": 272},
-        "merge_pieces": {"registers": 40, "spill_bytes": 0, "static_shared_bytes": 0},
+        "block_attention": {
+            "registers": 168,
+            "spill_bytes": 20,
+            "static_shared_bytes": 272,
+            "serialized": 1,
+        },
+        "merge_pieces": {
+            "registers": 40,
+            "spill_bytes": 0,
+            "static_shared_bytes": 0,
+            "serialized": 0,
+        },
     }
 
 
@@ -597,6 +608,11 @@ def test_goals():
     assert missed({"kernels": [KERNELS], "steps": [STEP], "plan": [{"error": None}]}) == []
     for results, expected in [
         ({"kernels": [{**KERNELS, "kernels": [kernel, {**kernel, "spill_bytes": 4}]}]}, "spills"),
+        ({"kernels": [{**KERNELS, "kernels": [{**kernel, "serialized": 1}]}]}, "wait for each"),
+        (
+            {"kernels": [{**KERNELS, "under_products": {"under": 3, "exponentials": 4}}]},
+            "under a product",
+        ),
         (
             {"kernels": [{**KERNELS, "kernels": [kernel, {**kernel, "static_shared_bytes": 449}]}]},
             "shared memory",
@@ -772,7 +788,7 @@ def test_a_decode_step_on_four_devices():
 COMPILED = """
 import dataclasses, functools, json, sys, tempfile
 from pathlib import Path
-from scripts.gpu import compiler, hlo
+from scripts.gpu import compile, compiler, hlo
 
 tools = compiler.Toolchain.find()
 with tempfile.TemporaryDirectory() as folder:
@@ -792,6 +808,8 @@ with tempfile.TemporaryDirectory() as folder:
             function, arguments = programs.attention(case, backend)
             kernels = chip.compile(function, *arguments).kernels
             found[backend] = [dataclasses.asdict(kernel) for kernel in kernels]
+        wide = programs.Case(128, 4, "bfloat16", *programs.PASSES[4])
+        found["wide"] = compile.kernels_of(chip, *programs.attention(wide, "mosaic_gpu"))
 
     # A kernel that wants a given number of bytes of shared memory.
     def wants(size):
@@ -834,6 +852,10 @@ def test_what_is_read_of_real_programs():
         assert (
             attention["static_shared_bytes"] + attention["dynamic_shared_bytes"] >= 4 * 16 * 128 * 2
         )
+    # Where two products overlap all exponentials are made under one of them.
+    assert not any(kernel["serialized"] for kernel in found["wide"]["kernels"])
+    under = found["wide"]["under_products"]
+    assert under["under"] == under["exponentials"] >= 32
     assert 65536 <= found["asked"] < 65536 + 4096
     assert "shared memory" in found["too large"].lower() or "smem" in found["too large"].lower()
     assert found["given"] == [{}, 8 * 4096 * 128 * 2]

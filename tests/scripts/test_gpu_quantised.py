@@ -198,3 +198,22 @@ def test_loops_of_machine_code():
     # Eight numbers of a matrix for each wgmma and thread.
     loop = sass.ProductLoop(len(small), 1, {})
     assert loop.per_number == 3 / 8
+
+
+OVERLAPPING = textwrap.dedent("""
+    .L_x_0:
+            /*0000*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT, gsb0 ;
+            /*0010*/                   HGMMA.64x128x16.F32.BF16 R88, R56, gdesc[UR12].tnspB, R88, gsb0 ;
+            /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+            /*0030*/                   MUFU.EX2 R24, R24 ;
+            /*0040*/                   MUFU.EX2 R25, R25 ;
+            /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+            /*0060*/                   MUFU.EX2 R26, R26 ;
+            /*0070*/               @P1 BRA `(.L_x_0) ;
+    """)
+
+
+def test_exponentials_under_a_product():
+    assert sass.under_products(OVERLAPPING) == (2, 3)
+    assert sass.under_products(OVERLAPPING.replace("gsb0, 0x1", "gsb0, 0x0")) is None
+    assert sass.under_products(SASS) is None
