@@ -7,6 +7,7 @@ gather; so the queries of a block that many multiprocessors share are rotated on
 them (Hogwild! section 3.4).
 """
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -97,7 +98,10 @@ def _chosen(
     group = heads // kv_heads
     device = _checked(device, keys, group)
     check_head_dim(dim, values.shape[2], 2 * plan.query_cos.shape[-1])
-    tiles = choose_mosaic(device, dim, group, rows * width * group, _numbers(keys).dtype)
+    queries = rows * width * group
+    tiles = choose_mosaic(device, dim, group, queries, _numbers(keys).dtype)
+    if queries <= WARPGROUP:  # no segment is wide
+        tiles = dataclasses.replace(tiles, overlap=False)
     # Two warpgroups share the queries of wide heads, and have queries of their own else.
     is_wide = shares_queries(dim, isinstance(keys, QuantisedTensor))
     span = WARPGROUP if is_wide else 2 * WARPGROUP

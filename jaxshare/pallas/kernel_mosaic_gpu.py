@@ -102,7 +102,7 @@ def attention_kernel(
     conversion = Conversion(plgpu, fetched_tiles, numbers)
     # The warpgroup that fetches converts, too.
     is_joint = bool(codes) and dim > WIDEST_APART
-    overlaps = products.overlap and not codes and dim < 256
+    overlaps = tiles.overlap and products.overlap and not codes and dim < 256
     reads = ItemReads(
         item_ref,
         segment_ref,

@@ -21,7 +21,7 @@ from jaxshare.pallas.head_dims import LATENT_DIMS, shares_queries, store_columns
 from jaxshare.paths import cache_folder
 from jaxshare.quantised_cache import SCALE_BYTES
 
-VERSION = 1
+VERSION = 2
 """The version of the file of measured tiles. To be raised when kernels change so much that old
 measurements are void."""
 
@@ -36,12 +36,15 @@ class MosaicTiles:
       query_stages: query tiles under way, 1 or 2.
       code_stages: where the cache approximates, tiles of its codes under way; `stages` is then the
         tiles that these become.
+      overlap: whether the products of segments of more than 64 queries overlap with exponentials,
+        where they can: on Hopper, over an exact cache, with heads of up to 192.
     """
 
     tile: int
     stages: int
     query_stages: int
     code_stages: int = 1
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         _check(self, tile=self.tile % 64 == 0, query_stages=self.query_stages in (1, 2))
@@ -83,16 +86,13 @@ KINDS: dict[str, type[MosaicTiles] | type[TritonTiles]] = {
 
 
 def _check(tiles: KernelConfig, **valid: bool) -> None:
-    fields = dataclasses.asdict(tiles)
-    if wrong := [
-        name
-        for name, value in fields.items()
-        if type(value) is not int or value < 1 or not valid.get(name, True)
-    ]:
-        raise ValueError(
-            f"{wrong[0]} of {type(tiles).__name__} cannot be {fields[wrong[0]]!r}; its "
-            "documentation says what it can be"
-        )
+    for field in dataclasses.fields(tiles):
+        value, least = getattr(tiles, field.name), int(field.type is int)
+        if type(value) is not field.type or value < least or not valid.get(field.name, True):
+            raise ValueError(
+                f"{field.name} of {type(tiles).__name__} cannot be {value!r}; its documentation "
+                "says what it can be"
+            )
 
 
 def _is_power(number: int) -> bool:
@@ -148,7 +148,7 @@ def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
     """The mosaic_gpu tiles worth measuring.
 
     Their scores and results fit two warpgroups' registers; each has the most stages that fit, or
-    the next fewer.
+    the next fewer. One of each size does not overlap products.
     """
     candidates: list[MosaicTiles] = []
     for tile in (64, 128) if head_dim <= 128 else (64,):
@@ -160,6 +160,8 @@ def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
                 <= _SHARED_MEMORY[90] * _KIB
             ]
             candidates += fit[:-3:-1]
+        if head_dim < 256:
+            candidates.append(dataclasses.replace(candidates[-1], overlap=False))
     return candidates
 
 

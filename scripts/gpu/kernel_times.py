@@ -2,6 +2,7 @@
 
     python -m scripts.gpu.kernel_times                               # the backend that is taken by itself
     python -m scripts.gpu.kernel_times --backend triton --cases prefixes,prompts
+    python -m scripts.gpu.kernel_times --compare-overlap             # mosaic_gpu also with products one by one
     python -m scripts.gpu.kernel_times --json --output FILE          # one JSON object
     python -m scripts.gpu.kernel_times --cpu                         # the whole program at tiny sizes
 
@@ -11,6 +12,7 @@ is what the GPU waits between them. On a CPU the profiler sees no kernels.
 """
 
 import collections
+import contextlib
 import dataclasses
 import sys
 import tempfile
@@ -22,6 +24,7 @@ import jax
 
 from jaxshare.attention.api import preferred
 from jaxshare.pallas.device import current_device
+from jaxshare.pallas.tiles import choose_mosaic, use_tiles
 from scripts.bench.attention import device, without_gpu
 from scripts.bench.lib import Parser, finish, machine, own_command, table, versions
 from scripts.bench.parts.attention import cases
@@ -33,6 +36,8 @@ CALLS, DISPATCHES = 24, 5
 """Of a dispatch, as 8 calls in a loop of 3; and of the clock, of which the shortest counts."""
 SHORT = 132
 """Tokens of rows with little of their own."""
+_WIDE = ("prefixes", "prompts")
+"""The passes with segments of more than 64 queries."""
 MOST = 12
 """Kernels that a table shows."""
 
@@ -84,7 +89,16 @@ def kernels_of(run: Callable[[], Any]) -> list[Kernel]:
     ]
 
 
-def measure(case: Case, backend: str, seed: int) -> dict[str, Any]:
+def one_by_one(inputs: Inputs) -> contextlib.AbstractContextManager[None]:
+    """A context in which mosaic_gpu takes its tiles for such a call without overlapping products."""
+    (rows, width, heads, dim), (kv_heads, *_) = inputs.q.shape, inputs.cache.keys[0].shape
+    chip, group = current_device(), heads // kv_heads
+    assert chip is not None
+    tiles = choose_mosaic(chip, dim, group, rows * width * group, inputs.cache.keys[0].dtype)
+    return use_tiles(dataclasses.replace(tiles, overlap=False))
+
+
+def measure(case: Case, backend: str, seed: int, *, overlap: bool = True) -> dict[str, Any]:
     """A call's time by the clock, its least, and its kernels."""
     case = with_layers(case, FULL.most_layers)
     inputs: Inputs = cases.make(case, seed)
@@ -92,16 +106,19 @@ def measure(case: Case, backend: str, seed: int) -> dict[str, Any]:
     def run() -> None:
         attend_often(inputs, backend, 8, CALLS // 8).block_until_ready()
 
-    run()
-    took = min(seconds_of(run) for _ in range(DISPATCHES)) / CALLS
+    with contextlib.nullcontext() if overlap else one_by_one(inputs):
+        run()
+        took = min(seconds_of(run) for _ in range(DISPATCHES)) / CALLS
+        kernels = kernels_of(run)
     return {
         "case": case.name,
+        "overlap": overlap,
         "kv_heads": case.heads.num_kv_heads,
         "group": case.heads.group,
         "read_bytes": case.layer_bytes,
         "flops": case.layer_flops,
         "microseconds": took * 1e6,
-        "kernels": [dataclasses.asdict(kernel) for kernel in kernels_of(run)],
+        "kernels": [dataclasses.asdict(kernel) for kernel in kernels],
     }
 
 
@@ -111,6 +128,7 @@ def as_text(found: Sequence[Mapping[str, Any]]) -> str:
         kernels = each["kernels"]
         busy = sum(k["microseconds"] * k["times"] for k in kernels)
         title = f"{each['case']}, K {each['kv_heads']}, G {each['group']}"
+        title += ", products one by one" * (not each["overlap"])
         rows = [
             (k["name"][:60], f"{k['times']:.2f}", f"{k['microseconds']:.2f}")
             for k in kernels[:MOST]
@@ -134,6 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--cpu", action="store_true", help="tiny sizes on the CPU, to try the program"
     )
+    parser.add_argument(
+        "--compare-overlap",
+        action="store_true",
+        help="with mosaic_gpu: prefixes and prompts once more, without overlapping products",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of all that is random (default 0)")
     parser.reporting()
     given = parser.parse_args(arguments)
@@ -150,6 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in layouts(tiny=given.cpu)[kind]:
             print(case.name, file=sys.stderr, flush=True)
             found.append(measure(case, backend, given.seed))
+            if given.compare_overlap and kind in _WIDE and backend == "mosaic_gpu":
+                found.append(measure(case, backend, given.seed, overlap=False))
     report = {
         "benchmark": "kernel_times",
         "command": own_command(__file__, arguments),

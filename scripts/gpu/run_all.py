@@ -94,7 +94,13 @@ FIRST = (
 """The most important half: all limits and graces together are at most nine minutes."""
 SECOND = (
     Part("tests", "pytest", _TESTS, f"{_TESTS}/test_gpu.py -k preferred", 600, _SHARED),
-    Part("kernels", "scripts.gpu.kernel_times", "", "--cpu --cases short,prompts", 120),
+    Part(
+        "kernels",
+        "scripts.gpu.kernel_times",
+        "--compare-overlap",
+        "--compare-overlap --cpu --cases short,prompts",
+        150,
+    ),
     _attention("workers-attention", "workers", 60),
     _attention("shared", "private,shared,plan", 180),
     Part("workers", "scripts.bench.workers", "--histories 1024,4096,16384", _WORKERS, 300),

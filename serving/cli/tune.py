@@ -198,10 +198,12 @@ def _number(time: float | None) -> str:
 
 
 def _words(tiles: KernelConfig) -> str:
-    return ", ".join(
-        f"{name.removeprefix('num_').replace('_', ' ')} {value}"
-        for name, value in dataclasses.asdict(tiles).items()
-    )
+    words = []
+    for name, value in dataclasses.asdict(tiles).items():
+        words.append(name.removeprefix("num_").replace("_", " "))
+        if value is not True:
+            words[-1] = f"no {words[-1]}" if value is False else f"{words[-1]} {value}"
+    return ", ".join(words)
 
 
 def _shape(options: argparse.Namespace) -> KernelShape:

@@ -142,7 +142,7 @@ def test_arguments_that_it_does_not_take(capsys, arguments, names):
 def test_registers_spills_and_static_shared_memory_of_each_kernel():
     found = listings.read_ptxas(
         textwrap.dedent("""\
-        ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized due to other ones in the function 'block_attention'
+        ptxas info    : (C7513) wgmma.mma_async instructions are serialized due to others in the function 'block_attention'
         ptxas info    : 0 bytes gmem
         ptxas info    : Compiling entry function 'block_attention' for 'sm_90a'
         ptxas info    : Function properties for block_attention

@@ -266,7 +266,10 @@ def test_larger_tiles():
 @pytest.mark.parametrize(
     "tiles",
     mostly_slow(
-        [MosaicTiles(64, 2, 1), *(MosaicTiles(*t) for t in [(64, 3, 2), (64, 1, 1), (128, 2, 2)])]
+        [
+            MosaicTiles(64, 2, 1),
+            *(MosaicTiles(*t) for t in [(64, 3, 2), (64, 1, 1), (128, 2, 2), (64, 2, 1, 1, False)]),
+        ]
     ),
 )
 def test_blocks_of_many_tiles_that_many_queries_see(tiles):

@@ -95,6 +95,8 @@ def test_mosaic_tiles_fit_a_hopper_gpu():
     for dim in HEAD_DIMS:
         found = tiles.candidates_mosaic(dim)
         assert len(set(found)) == len(found) >= 1
+        overlaps = {each.overlap for each in found}
+        assert overlaps == ({True, False} if dim < 256 else {True})
         for choice in [
             *found,
             *(choose_mosaic(H200, dim, 8, queries, "bfloat16") for queries in QUERIES),
@@ -196,6 +198,8 @@ def test_other_head_dims_are_refused(choose):
         (MosaicTiles, (64, 0, 1), "stages"),
         (MosaicTiles, (64, 2, 3), "query_stages"),
         (MosaicTiles, (64.0, 2, 1), "tile"),
+        (MosaicTiles, (64, True, 1), "stages"),
+        (MosaicTiles, (64, 2, 1, 1, 1), "overlap"),
         (TritonTiles, (8, 64, 4, 2), "span"),
         (TritonTiles, (48, 64, 4, 2), "span"),
         (TritonTiles, (16, 100, 4, 2), "tile"),
@@ -335,12 +339,12 @@ ENTRY = {
         ("", "Expecting value"),
         ("[]", "its version is None"),
         ("{}", "its version is None"),
-        ('{"version": 2, "devices": {}}', "is 2, not 1"),
-        ('{"version": 0, "devices": {}}', "its version is 0, not 1"),
-        ('{"version": 1}', "devices"),
-        ('{"version": 1, "devices": 3}', "wrong"),
+        ('{"version": 3, "devices": {}}', "is 3, not 2"),
+        ('{"version": 1, "devices": {}}', "its version is 1, not 2"),
+        ('{"version": 2}', "devices"),
+        ('{"version": 2, "devices": 3}', "wrong"),
         *[
-            (json.dumps({"version": 1, "devices": {"NVIDIA H200": [ENTRY | wrong]}}), reason)
+            (json.dumps({"version": 2, "devices": {"NVIDIA H200": [ENTRY | wrong]}}), reason)
             for wrong, reason in [
                 (
                     {"tiles": {"tile": 100, "stages": 2, "query_stages": 1}},

@@ -144,11 +144,11 @@ def test_the_table_that_is_printed(capsys, clock, folder):
         ["mosaic_gpu", "64", "private", "101.0", "50.5"],
     ]
     assert (
-        rows[1].endswith("tile 64, stages 5, query stages 1, code stages 1")
+        rows[1].endswith("tile 64, stages 5, query stages 1, code stages 1, overlap")
         and kept == f"kept in {folder / 'tiles.json'}"
     )
     assert (
-        "left out: mosaic_gpu, tile 128, stages 2, query stages 1, code stages 1 and 2 more: "
+        "left out: mosaic_gpu, tile 128, stages 2, query stages 1, code stages 1, overlap and 2 more: "
         "RuntimeError: ptxas: too many registers\n" in err
     )
     assert {job.effort for job, _, _ in clock.jobs} == {kernels.QUICK}
