@@ -130,15 +130,16 @@ class WarpgroupProducts(NamedTuple):
 
             shape = WARPGROUP, keys.shape[0]
             found = pl.run_scoped(weighed, plgpu.ACC(shape, jnp.float32))
-            # The compiler of Python's program, and then that of PTX, would make weights after the
-            # wait for the second product, which is at the end of this function.
+            # LLVM, and then ptxas, would make weights after the wait for the second product, which
+            # is at the end of this function.
             top, total, *more = lax.optimization_barrier(found)
             for ref, each in zip(found_refs, (top, self._pinned(total), *more), strict=True):
                 ref[...] = each
 
         like = (*state, state[1], weights.astype(jnp.float32))
         so_far, *found = pl.run_state(multiply)((plgpu.ACC.init(so_far), *like))
-        # Weights in fewer bits take the registers that the second product has read until now.
+        # Only now may weights in fewer bits be made: they take registers that the second product
+        # reads until its end. Where ptxas sees them written before, it lets wgmma wait for each other.
         return so_far, tuple(lax.optimization_barrier(found))
 
     def _pinned(self, total: Float[Array, " 64"]) -> Float[Array, " 64"]:

@@ -1,5 +1,5 @@
-"""Codes of quantised matrices in registers, and the way from registers to memory, in kernels in Pallas
-on Mosaic GPU.
+"""Codes of quantised matrices and masks in registers, and the way from registers to memory, in kernels
+in Pallas on Mosaic GPU.
 
 A warpgroup's tile of codes becomes numbers in the layout of wgmma's first operand, so that they need
 not go back to shared memory. Neighbouring lanes exchange codes, of which a register has four, before
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from jaxshare.pallas.matrix_codes import BASE, MatrixForm, e4m3_bytes, nibbles, signed_bytes
 
 INTERPRETER_LACKS = {
-    "Mosaic's own operations (inline_mgpu)": "conversions of jax.numpy, with the same results",
+    "Mosaic's own operations (inline_mgpu)": "those of jax.numpy, with the same results",
 }
 """The operation here that Mosaic GPU's interpreter lacks, and its replacement when it is interpreted."""
 
@@ -174,8 +174,8 @@ def columns_between(
         def number(value: int) -> Any:
             return arith.constant(word, ir.IntegerAttr.get(word, value))
 
-        # A thread has two neighbouring columns of each eight, in two of its warp's rows.
-        # Read here, where a compiler would otherwise keep it from the start of the kernel.
+        # A thread has two neighbouring columns of each eight, in two of its warp's rows. Its lane is
+        # asked for here: a compiler would keep what follows from it from the kernel's start on.
         lane = llvm.inline_asm(word, [], "mov.u32 $0, %laneid;", "=r", has_side_effects=True)
         lane = arith.muli(arith.andi(lane, number(3)), number(2))
         begins, ends = (

@@ -74,10 +74,10 @@ def gpu():
 def able(backend: str, device) -> bool:
     """Each backend runs where the docs promise.
 
-    mosaic_gpu on Hopper, triton on Ampere and later, xla everywhere.
+    mosaic_gpu on Hopper and Blackwell's data centre GPUs, triton on Ampere and later, xla everywhere.
     """
     return {
-        "mosaic_gpu": device.capability // 10 == 9,
+        "mosaic_gpu": device.capability // 10 in (9, 10),
         "triton": device.capability >= 80,
         "xla": True,
     }[backend]

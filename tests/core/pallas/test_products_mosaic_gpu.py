@@ -73,6 +73,20 @@ def test_weights_have_each_thread_where_the_left_operand_has_it(tile):
     assert len({int(np.prod(shape)) for shape in shapes}) == 1
 
 
+@pytest.mark.parametrize("tile", [64, 128])
+def test_masks_know_the_columns_of_each_register(tile):
+    """What `columns_between` takes to be so: pairs of columns by eights of them, and in each eight by
+    the two rows; a row's number, of a vector of rows, in the order of these two."""
+    for (_, lane), found in held(mgpu.WGMMA_LAYOUT, (64, tile)).items():
+        pairs = [(eight, row) for eight in range(tile // 8) for row in range(2)]
+        columns = [8 * eight + 2 * (lane % 4) + i for eight, _ in pairs for i in range(2)]
+        assert [column for _, column in found] == columns
+        assert len({row for row, _ in found[::4]}) == len({row for row, _ in found[2::4]}) == 1
+        assert found[2][0] == found[0][0] + 8
+    assert mgpu.WGMMA_LAYOUT.registers_shape((64, tile)) == (1, tile // 8, 1, 1, 2, 1, 1, 1, 1)
+    assert mgpu.WGMMA_ROW_LAYOUT.registers_shape((64,)) == (1, 1, 2, 1, 1)
+
+
 def test_the_left_operand_lies_as_in_the_table_of_mma():
     """The same, fragments of A: columns 2t and 2t + 1 of both rows, then those 8 further on."""
     for (warp, lane), found in held(mgpu.MMALayouts(jnp.bfloat16).lhs, (64, 16)).items():
