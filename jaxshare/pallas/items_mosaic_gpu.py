@@ -44,7 +44,7 @@ class ItemReads:
         *,
         tile: int,
         arena: int,
-        interpret: bool,
+        constants: bool,
     ):
         """Reads which tiles and segments are the item's.
 
@@ -55,14 +55,15 @@ class ItemReads:
           item: the item's number.
           tile: tokens of a tile.
           arena: tokens of the arena.
-          interpret: do without what the interpreter lacks.
+          constants: masks have the numbers of columns in their instructions, and not in registers;
+            not for the interpreter, nor for `mma.sync`, beside which ptxas spills more then.
         """
         self._first_tile, self._end_tile, self.first_segment, self.end_segment = (
             item_ref[item, i] for i in range(4)
         )
         self._count, self._total = count_ref[0], count_ref[1]
         self._segment_ref, self._tile, self._arena = segment_ref, tile, arena
-        self._interpret = interpret
+        self._constants = constants
 
     def segment(self, number: Array) -> SegmentTiles:
         """The tiles of a segment, which is counted over the kv heads."""
@@ -103,9 +104,15 @@ class ItemReads:
         start, before = self.window(now, i)
         skipped = start - now.start
         first = before if unseen else jnp.maximum(before, now.lead)
-        begin = plgpu.layout_cast(
-            jnp.full(WARPGROUP, first - skipped), plgpu.Layout.WGMMA.reduce(1)
-        )
-        for each in unseen:
-            begin = jnp.maximum(begin, each - skipped)
-        return columns_between(plgpu, begin, limit - skipped, self._tile, self._interpret)
+        if self._constants:
+            wgmma = plgpu.Layout.WGMMA
+            begin = plgpu.layout_cast(jnp.full(WARPGROUP, first - skipped), wgmma.reduce(1))
+            for each in unseen:
+                begin = jnp.maximum(begin, each - skipped)
+            return columns_between(plgpu, begin, limit - skipped, self._tile)
+        shape = WARPGROUP, self._tile
+        token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + skipped
+        seen = (token >= first) & (token < lax.broadcast_in_dim(limit, shape, [0]))
+        for begin in unseen:
+            seen = seen & (token >= lax.broadcast_in_dim(begin, shape, [0]))
+        return seen

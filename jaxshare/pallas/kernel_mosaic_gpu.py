@@ -110,7 +110,7 @@ def attention_kernel(
         item,
         tile=size,
         arena=arena,
-        interpret=products.interpret,
+        constants=products.overlap and not products.interpret,
     )
 
     def fetch() -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from jaxshare.pallas.matrix_codes import BASE, MatrixForm, e4m3_bytes, nibbles, signed_bytes
 
 INTERPRETER_LACKS = {
-    "Mosaic's own operations (inline_mgpu)": "those of jax.numpy, with the same results",
+    "Mosaic's own operations (inline_mgpu)": "conversions of jax.numpy, with the same results",
 }
 """The operation here that Mosaic GPU's interpreter lacks, and its replacement when it is interpreted."""
 
@@ -142,22 +142,18 @@ def columns_between(
     begin: Int[Array, " 64"],
     end: Int[Array, " 64"],
     columns: int,
-    interpret: bool,
 ) -> Bool[Array, "64 columns"]:
     """True from a row's column `begin` to its `end` (exclusive).
 
     The columns' numbers are constants in the instructions that compare. As an array they are the
     same in every turn of a loop, so a compiler keeps them in registers, one in eight of all there are.
+    The interpreter lacks this (inline_mgpu).
 
     Args:
       plgpu: Pallas' Mosaic GPU module.
       begin, end: with the layout of rows of WGMMA.
       columns: of the result, whose layout is WGMMA.
-      interpret: do without what the interpreter lacks.
     """
-    if interpret:  # INTERPRETER_LACKS
-        column = jnp.arange(columns)[None]
-        return (column >= begin[:, None]) & (column < end[:, None])
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm

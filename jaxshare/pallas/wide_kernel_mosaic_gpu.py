@@ -180,7 +180,7 @@ def wide_kernel(
         item,
         tile=tiles.tile,
         arena=k_ref.shape[1],
-        interpret=interpret,
+        constants=not interpret,
     )
 
     def over_pieces(piece: Callable[..., Any], *start: Any) -> Any:
