@@ -102,6 +102,7 @@ def attention_kernel(
     conversion = Conversion(plgpu, fetched_tiles, numbers)
     # The warpgroup that fetches converts, too.
     is_joint = bool(codes) and dim > WIDEST_APART
+    # With 256 columns what overlaps takes more registers than there are.
     overlaps = tiles.overlap and products.overlap and not codes and dim < 256
     reads = ItemReads(
         item_ref,
@@ -301,9 +302,9 @@ def attention_kernel(
                 filled(0.0, WARPGROUP),
                 filled(0.0, WARPGROUP, dim),
             )
-            # With 256 columns two loops take more registers than there are.
+            # With 256 columns and `mma.sync` two loops take more registers than there are.
             whole = now.first
-            if dim < 256:
+            if dim < 256 or not products.by_warps:
                 whole = jnp.clip(now.full, now.first, jnp.maximum(now.end, now.first))
                 take_whole = one_by_one
                 if overlaps:
