@@ -103,7 +103,7 @@ def attention_kernel(
     # The warpgroup that fetches converts, too.
     is_joint = bool(codes) and dim > WIDEST_APART
     # With 256 columns what overlaps takes more registers than there are.
-    overlaps = tiles.overlap and products.overlap and not codes and dim < 256
+    overlaps = tiles.overlap and not products.by_warps and not codes and dim < 256
     reads = ItemReads(
         item_ref,
         segment_ref,
@@ -111,7 +111,7 @@ def attention_kernel(
         item,
         tile=size,
         arena=arena,
-        constants=products.overlap and not products.interpret,
+        constants=not (products.by_warps or products.interpret),
     )
 
     def fetch() -> None:
@@ -274,8 +274,9 @@ def attention_kernel(
                 plgpu.barrier_arrive(barriers.value_free.at[before])
                 return used + 1, top, total, mixed * wide(keep, dim), weights.astype(dtype)
 
-            def overlapping(used: Array, *softmax: Array) -> tuple[Array, ...]:
-                top, total, mixed = softmax
+            def overlapping(
+                used: Array, top: Array, total: Array, mixed: Array
+            ) -> tuple[Array, ...]:
                 slot = lax.rem(used, tiles.stages)
                 plgpu.barrier_wait(barriers.key_full.at[slot])
                 scores = products.scores(q_smem.at[query_slot, half], k_smem.at[slot])

@@ -86,11 +86,6 @@ class WarpgroupProducts(NamedTuple):
                 found[j] = plgpu.mma(part, left, right)
         return lax.concatenate(found, 1)
 
-    @property
-    def overlap(self) -> bool:
-        """True if products go on while the warpgroup does other things."""
-        return not self.by_warps
-
     def overlapped(
         self,
         scored: tuple[Any, Any],
@@ -100,7 +95,8 @@ class WarpgroupProducts(NamedTuple):
         issued: Callable[[], None],
         weigh: Callable[..., tuple[Array, ...]],
     ) -> tuple[Float[Array, "64 D"], tuple[Array, ...]]:
-        """Both products at once, the second of which goes on while weights are made of the first.
+        """Both products at once by wgmma, the second of which goes on while weights are made of the
+        first.
 
         Args:
           scored: queries and keys, as `scores` takes them.

@@ -35,7 +35,7 @@ from scripts.gpu.compiler import Compiler, MissingError, Program, Toolchain
 from scripts.gpu.numbers import device_numbers, plan_numbers, sampling_numbers, step_numbers
 from scripts.gpu.report import all_goals, as_text
 from scripts.gpu.results import Results
-from scripts.gpu.sass import disassembled, under_products
+from scripts.gpu.sass import under_products
 from scripts.gpu.targets import HOPPER, TARGETS, Target
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
@@ -357,15 +357,10 @@ def kernels_of(
     program = compiler.compile(function, *arguments, mesh=mesh)
     if not program.kernels:
         raise ValueError("the program holds no kernel that the backend has written")
-    found = [
-        under
-        for text in program.ptx
-        if "wgmma.wait_group.sync.aligned 1;" in text
-        and (under := under_products(disassembled(compiler.ptxas, text)))
-    ]
+    under = under_products(compiler.ptxas, program.ptx)
     return {
         "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
-        "under_products": found[0]._asdict() if found else None,
+        "under_products": under and under._asdict(),
     }
 
 

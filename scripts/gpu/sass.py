@@ -5,7 +5,7 @@ import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,19 +64,28 @@ class UnderProducts(NamedTuple):
     exponentials: int
 
 
-def under_products(sass: str) -> UnderProducts | None:
-    """The exponentials of the loop that has two products under way, or None if none has.
+def under_products(ptxas: Path, ptx: Iterable[str]) -> UnderProducts | None:
+    """The exponentials of the loop that has two products under way in these programs, or None if none
+    has.
 
-    It waits until one is left (`DEPBAR.LE gsb0, 0x1`), and then for that one.
+    Raises:
+      MissingError: there is no nvdisasm.
     """
-    for turn in sorted(loops(sass), key=len):
-        waits = [i for i, one in enumerate(turn) if "WARPGROUP.DEPBAR.LE gsb0" in one]
-        first = next((i for i in waits if turn[i].endswith("0x1")), None)
-        if first is not None:
-            end = next((i for i in waits if i > first), len(turn))
-            made = [i for i, one in enumerate(turn) if "MUFU.EX2" in one]
-            return UnderProducts(sum(first < i < end for i in made), len(made))
-    return None
+    waiting = (text for text in ptx if "wgmma.wait_group.sync.aligned 1;" in text)
+    turns = (turn for text in waiting for turn in loops(disassembled(ptxas, text)))
+    return next(filter(None, map(_under_products, sorted(turns, key=len))), None)
+
+
+def _under_products(turn: Sequence[str]) -> UnderProducts | None:
+    """Those of one loop, which waits until one product is left (`DEPBAR.LE gsb0, 0x1`), and then for
+    that one."""
+    waits = [i for i, one in enumerate(turn) if "WARPGROUP.DEPBAR.LE gsb0" in one]
+    first = next((i for i in waits if turn[i].endswith("0x1")), None)
+    if first is None:
+        return None
+    end = next((i for i in waits if i > first), len(turn))
+    made = [i for i, one in enumerate(turn) if "MUFU.EX2" in one]
+    return UnderProducts(sum(first < i < end for i in made), len(made))
 
 
 def disassembled(ptxas: Path, ptx: str) -> str:

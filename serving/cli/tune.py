@@ -198,12 +198,16 @@ def _number(time: float | None) -> str:
 
 
 def _words(tiles: KernelConfig) -> str:
-    words = []
-    for name, value in dataclasses.asdict(tiles).items():
-        words.append(name.removeprefix("num_").replace("_", " "))
-        if value is not True:
-            words[-1] = f"no {words[-1]}" if value is False else f"{words[-1]} {value}"
-    return ", ".join(words)
+    return ", ".join(
+        _word(name.removeprefix("num_").replace("_", " "), value)
+        for name, value in dataclasses.asdict(tiles).items()
+    )
+
+
+def _word(name: str, value: int) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name} {value}"
 
 
 def _shape(options: argparse.Namespace) -> KernelShape:

@@ -234,38 +234,43 @@ def test_importing_the_core_loads_no_flax():
 
 def top_names(file: Path) -> set[str]:
     """The names that a module of the tree gives at its top."""
-    found = set()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        for each in ast.walk(node):
-            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(each.name)
-            elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                found.add(each.id)
-            elif isinstance(each, ast.alias):
-                found.add(each.asname or each.name)
+    found, nodes = set(), [*ast.parse(file.read_text(encoding="utf-8")).body]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue  # what is inside is not at the top
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+        nodes += ast.iter_child_nodes(node)
     return found
 
 
-def missing_names(file: Path) -> Iterator[str]:
-    """The names that a module takes from others under scripts and that are not there, also where it
-    takes them as late as in a function."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("scripts"):
-            continue
-        of = ROOT.joinpath(*(node.module or "").split("."))
-        module = of.with_suffix(".py") if of.with_suffix(".py").exists() else of / "__init__.py"
-        has = top_names(module) if module.exists() else set()
-        for name in (alias.name for alias in node.names):
-            is_module = (of / f"{name}.py").exists() or (of / name).is_dir()
-            if name not in has and not is_module:
-                yield f"{file}:{node.lineno} takes {name} from {node.module}"
+def is_there(name: str) -> bool:
+    """True for a dotted name under scripts that is a module, a folder, or a name of a module."""
+    path = ROOT.joinpath(*name.split("."))
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    module = path.parent.with_suffix(".py")
+    return module.exists() and path.name in top_names(module)
+
+
+def missing_names(file: Path) -> list[str]:
+    """The names that a module takes from scripts and that are not there, wherever it does so."""
+    found = imported(file.read_text(encoding="utf-8"), package="")
+    return [name for _, name in found if name.startswith("scripts.") and not is_there(name)]
 
 
 def test_what_scripts_and_tests_take_from_scripts_is_there(tmp_path):
     files = [*(ROOT / "scripts").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    assert [each for file in files for each in missing_names(file)] == []
-    wrong = ROOT / "scripts" / "gpu" / "sass.py"
-    text = wrong.read_text(encoding="utf-8").replace("import find_nvdisasm", "import find_nothing")
-    (tmp_path / "wrong.py").write_text(text, encoding="utf-8")
-    [said] = missing_names(tmp_path / "wrong.py")
-    assert "takes find_nothing from scripts.gpu.compiler" in said
+    assert {str(file): missing for file in files if (missing := missing_names(file))} == {}
+    right = (ROOT / "scripts" / "gpu" / "sass.py").read_text(encoding="utf-8")
+    late = "def late():\n    from scripts.gpu.compile import turn_of_layers\n"
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(right.replace("import find_nvdisasm", "import find_nothing") + late)
+    assert missing_names(wrong) == [
+        "scripts.gpu.compiler.find_nothing",
+        "scripts.gpu.compile.turn_of_layers",
+    ]

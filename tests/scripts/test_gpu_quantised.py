@@ -3,6 +3,7 @@ take, and how what a program reads is counted."""
 
 import dataclasses
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -213,7 +214,14 @@ OVERLAPPING = textwrap.dedent("""
     """)
 
 
-def test_exponentials_under_a_product():
-    assert sass.under_products(OVERLAPPING) == (2, 3)
-    assert sass.under_products(OVERLAPPING.replace("gsb0, 0x1", "gsb0, 0x0")) is None
-    assert sass.under_products(SASS) is None
+def test_exponentials_under_a_product(monkeypatch):
+    """Of programs that wait for all but one product; others are not disassembled."""
+    wait = "wgmma.wait_group.sync.aligned 1;"
+    monkeypatch.setattr(sass, "disassembled", lambda _, ptx: ptx.removeprefix(wait))
+
+    def found(*programs: str) -> sass.UnderProducts | None:
+        return sass.under_products(Path("ptxas"), programs)
+
+    assert found(wait + OVERLAPPING) == found(wait + SASS, wait + OVERLAPPING) == (2, 3)
+    assert found(wait + OVERLAPPING.replace("gsb0, 0x1", "gsb0, 0x0")) is None
+    assert found(wait + SASS) is None and found(OVERLAPPING) is None and found() is None
