@@ -10,8 +10,7 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxshare import cpu
-from jaxshare.arena import append_tokens
-from jaxshare.attention.api import block_attention, can_expand
+from jaxshare.attention.api import append_and_attend, can_expand
 from jaxshare.attention.expansion import HeadMakers
 from jaxshare.attention.plan import Plan
 from jaxshare.models.adapters.low_rank import LayerAdapters, of_rows
@@ -55,10 +54,8 @@ def run_layer(
         q: Array, k: Array, v: Array, sinks: Array | None, makers: HeadMakers | None = None
     ) -> Array:
         nonlocal keys, values
-        new = keys, values, k, v, plan
-        keys, values = cpu.append_tokens(*new, implementation) or append_tokens(*new)
         more = {"sinks": sinks, "makers": makers, "implementation": implementation}
-        out = block_attention(q, keys, values, plan, **how, **more)
+        out, keys, values = append_and_attend(q, k, v, keys, values, plan, **how, **more)
         return without_padding(out, real, implementation)
 
     mla, given = config.mla, attend

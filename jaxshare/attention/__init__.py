@@ -2,7 +2,14 @@
 `reference` are the backends without kernels (those with kernels are in `jaxshare.pallas`), and
 `merge` and `block_share` work on log-sum-exps."""
 
-from jaxshare.attention.api import BACKENDS, block_attention, preferred
+from jaxshare.attention.api import BACKENDS, append_and_attend, block_attention, preferred
 from jaxshare.attention.plan import Plan, make_plan
 
-__all__ = ["BACKENDS", "Plan", "block_attention", "make_plan", "preferred"]
+__all__ = [
+    "BACKENDS",
+    "Plan",
+    "append_and_attend",
+    "block_attention",
+    "make_plan",
+    "preferred",
+]

@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare import cpu
+from jaxshare.arena import append_tokens
 from jaxshare.attention.expansion import HeadMakers
 from jaxshare.attention.plan import Plan
 from jaxshare.attention.reference import reference_attention
@@ -59,6 +60,13 @@ BACKENDS: dict[str, Backend] = {
 }
 """By name. A backend that cannot serve a call raises
 NotImplementedError, saying why."""
+
+
+APPENDING: dict[str, Callable[..., tuple[Array, Arena, Arena]]] = {
+    "mosaic_gpu": _imported(lambda: _mosaic_gpu().appending_mosaic_gpu_attention),
+}
+"""By name, of the backends that append in the same kernels: (q, k, v, keys, values, plan, scale) ->
+(out, keys, values). They raise as the backends do."""
 
 
 WITH_WORK: dict[str, Callable[..., Plan]] = {
@@ -140,6 +148,49 @@ def block_attention(
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NotImplementedError("no attention backend can do this: " + "; ".join(reasons))
+
+
+def append_and_attend(
+    q: Float[Array, "..."],
+    k: Float[Array, "R T K D"],
+    v: Float[Array, "R T K _"],
+    keys: Arena,
+    values: Arena,
+    plan: Plan,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
+    makers: HeadMakers | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "R T H _"], Arena, Arena]:
+    """Appends a pass's new keys and values to one layer's arenas, and attends over them.
+
+    Args:
+      k, v: the new keys, not rotated, and values.
+      keys, values: the arenas without them.
+      q, plan, scale, softcap, sinks, makers, implementation: as `block_attention` takes them.
+
+    Returns:
+      What `block_attention` returns, and the arenas as `KVCache.append` leaves them.
+
+    Raises:
+      ValueError, NotImplementedError: as `block_attention`.
+    """
+    _check_shapes(q, keys, values, plan, makers)
+    names, more = _names(implementation, _queries(q, keys)), {"softcap": softcap, "sinks": sinks}
+    for name in names:
+        if makers is not None or name not in APPENDING:
+            break
+        try:
+            score_scale = q.shape[3] ** -0.5 if scale is None else scale
+            return APPENDING[name](q, k, v, keys, values, plan, score_scale, **more)
+        except NotImplementedError:
+            continue  # which `block_attention` finds again, if no backend serves the call
+    new = keys, values, k, v, plan
+    keys, values = cpu.append_tokens(*new, names) or append_tokens(*new)
+    more |= {"scale": scale, "makers": makers, "implementation": names}
+    return block_attention(q, keys, values, plan, **more), keys, values
 
 
 def with_work(

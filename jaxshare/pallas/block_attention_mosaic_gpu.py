@@ -2,9 +2,9 @@
 
 The operations around the kernels: that of `jaxshare.pallas.kernel_mosaic_gpu`, and for wide heads
 that of `jaxshare.pallas.wide_kernel_mosaic_gpu`. The queries are rotated towards their block, scaled
-and gathered into the order of the segments by one XLA fusion a layer, because bulk copies cannot
-gather; so the queries of a block that many multiprocessors share are rotated once, not by each of
-them (Hogwild! section 3.4).
+and gathered into the order of the segments before, because bulk copies cannot gather; so the queries
+of a block that many multiprocessors share are rotated once, not by each of them (Hogwild! section
+3.4). Where a pass appends, too, one kernel does both (`jaxshare.pallas.append_triton`).
 """
 
 import dataclasses
@@ -12,14 +12,16 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxshare.arena import append_tokens
 from jaxshare.attention.plan import Plan
+from jaxshare.pallas.append_triton import append_and_gather, appends_on
 from jaxshare.pallas.codes_mosaic_gpu import WIDEST_APART, CodeSlots, layout_of
 from jaxshare.pallas.device import Device, current_device
 from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim, shares_queries, store_columns
@@ -65,20 +67,71 @@ def mosaic_gpu_attention(
       NotImplementedError: a device, dtype or shape that the kernel does not support.
     """
     device, tiles, form = _chosen(q, keys, values, plan)
-    rows, width, heads, dim = q.shape
-    work, latent = work_of(plan, form), not values.shape[2]
-    keys, values = (jax.tree.map(lambda a: _padded(a, tiles.tile), x) for x in (keys, values))
+    work = work_of(plan, form)
     queries = segment_queries(q, plan, work, query_scale(scale, softcap), keys.dtype)
+    launch = _Launch(work, tiles, device, softcap)
+    return _attended(q, queries, keys, values, plan, launch, sinks)
+
+
+def appending_mosaic_gpu_attention(
+    q: Float[Array, "R T H D"],
+    k: Float[Array, "R T K D"],
+    v: Float[Array, "R T K _"],
+    keys: Arena,
+    values: Arena,
+    plan: Plan,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Float[Array, " H"] | None = None,
+) -> tuple[Float[Array, "R T H _"], Arena, Arena]:
+    """Appends this pass's keys and values, and attends; returns attention and the arenas.
+
+    Otherwise as `mosaic_gpu_attention`. One kernel writes the arenas and rotates the queries, where
+    JAX has Triton.
+    """
+    device, tiles, form = _chosen(q, keys, values, plan)
+    work, factor = work_of(plan, form), query_scale(scale, softcap)
+    if appends_on(device):
+        queries, keys, values = append_and_gather(q, k, v, keys, values, plan, work, factor, device)
+    else:
+        keys, values = append_tokens(keys, values, k, v, plan)
+        queries = segment_queries(q, plan, work, factor, keys.dtype)
+    launch = _Launch(work, tiles, device, softcap)
+    return _attended(q, queries, keys, values, plan, launch, sinks), keys, values
+
+
+class _Launch(NamedTuple):
+    """The work of a pass, the GPU and the tiles there, and the softcap of scores."""
+
+    work: Work
+    tiles: MosaicTiles
+    device: Device
+    softcap: float
+
+
+def _attended(
+    q: Array,
+    queries: Array,
+    keys: Arena,
+    values: Arena,
+    plan: Plan,
+    launch: _Launch,
+    sinks: Array | None,
+) -> Array:
+    """The attention of `q`, which `queries` has in the order of the segments."""
+    (rows, width, heads, dim), latent = q.shape, not values.shape[2]
+    keys, values = (
+        jax.tree.map(lambda a: _padded(a, launch.tiles.tile), x) for x in (keys, values)
+    )
     if latent:
         dim -= 2 * plan.query_cos.shape[-1]
     if shares_queries(q.shape[3], isinstance(keys, QuantisedTensor)):
         apart = None if latent else values
-        out, lse = _wide_pieces(queries, keys, apart, dim, work, tiles, device, softcap)
+        out, lse = _wide_pieces(queries, keys, apart, dim, launch)
     else:
-        out, lse = _pieces(queries, keys, values, work, tiles, device, softcap)
-    return merge_pieces(
-        out, lse, work, (rows, width, heads, dim), q.dtype, device, plan.token_sharding.axis, sinks
-    )
+        out, lse = _pieces(queries, keys, values, launch)
+    shape, axis = (rows, width, heads, dim), plan.token_sharding.axis
+    return merge_pieces(out, lse, launch.work, shape, q.dtype, launch.device, axis, sinks)
 
 
 def with_mosaic_gpu_work(q: jax.ShapeDtypeStruct, keys: Arena, values: Arena, plan: Plan) -> Plan:
@@ -176,15 +229,7 @@ def _padded(arena: Array, tile: int) -> Array:
     return jnp.pad(arena, ((0, 0), (0, more), (0, 0))) if more else arena
 
 
-def _pieces(
-    queries: Array,
-    keys: Arena,
-    values: Arena,
-    work: Work,
-    tiles: MosaicTiles,
-    device: Device,
-    softcap: float,
-) -> tuple[Array, Array]:
+def _pieces(queries: Array, keys: Arena, values: Arena, launch: _Launch) -> tuple[Array, Array]:
     """Partial results of all pieces, base 2.
 
     They are out float32[partial rows, padded dim] and lse float32[partial rows]. Rows of no query,
@@ -192,6 +237,7 @@ def _pieces(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    work, tiles, device, softcap = launch
     dim, dtype = keys.shape[2], queries.dtype
     of_codes = [a for a in (keys, values) if isinstance(a, QuantisedTensor)]
     part = store_columns(dim, bool(of_codes))
@@ -235,19 +281,13 @@ def _pieces(
 
 
 def _wide_pieces(
-    queries: Array,
-    keys: Arena,
-    values: Arena | None,
-    value_dim: int,
-    work: Work,
-    tiles: MosaicTiles,
-    device: Device,
-    softcap: float,
+    queries: Array, keys: Arena, values: Arena | None, value_dim: int, launch: _Launch
 ) -> tuple[Array, Array]:
     """Does as `_pieces`, by the kernel for wide heads. Without values they are the last `value_dim`
     entries of keys."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    work, tiles, device, softcap = launch
     arenas = [keys] if values is None else [keys, values]
     of_codes = [a for a in arenas if isinstance(a, QuantisedTensor)]
     kind = of_codes[0].codes.dtype if of_codes else None

@@ -202,7 +202,8 @@ def compile_all(compiler: Compiler, options: Options, results: Results) -> None:
 
 
 def kernel_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterator[Task]:
-    """Block attention alone; of some shapes also with the tokens spread over devices."""
+    """Block attention alone; of some shapes also with its appends, and with the tokens spread over
+    devices."""
     mesh = mesh_of(compiler, programs.SPREAD_TOKENS)
     for backend in options.backends:
         if backend == "xla":
@@ -213,6 +214,13 @@ def kernel_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterato
                 {"backend": backend, "case": case._asdict(), "name": str(case)},
                 lambda backend=backend, case=case: kernels_of(
                     compiler, *programs.attention(case, backend)
+                ),
+            )
+        for case in programs.APPENDING if backend == "mosaic_gpu" else ():
+            yield (
+                {"backend": backend, "case": case._asdict(), "name": f"{case}, appends"},
+                lambda case=case: kernels_of(
+                    compiler, *programs.attention(case, "mosaic_gpu", appends=True)
                 ),
             )
         for case in (*programs.QUICK_SPREAD, programs.LATENT[0]):

@@ -144,8 +144,7 @@ def cached_bytes(
 
 _ATTENTION = {
     "queries, keys and values": 1,
-    "queries put in order": 1,
-    "appends": 2,
+    "appends, and queries put in order": 1,
     "attention and merge": 2,
     "output": 1,
     "all-reduce": 1,

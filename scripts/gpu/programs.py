@@ -26,6 +26,7 @@ from jaxshare import (
     make_plan,
     sharding,
 )
+from jaxshare.attention.api import append_and_attend
 from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.decoding.steps import Steps
 from jaxshare.models.config import ModelConfig
@@ -124,6 +125,8 @@ CODED = (
     Case(LATENT_DIM, 128, "float16", *PASSES[2], Scoring(4096, 50.0), approximate="int8"),
 )
 """Caches that approximate."""
+APPENDING = (*QUICK[: 2 * len(HEAD_DIMS) : 2], *CODED[: 2 * len(HEAD_DIMS)], LATENT[0], *CODED[-3:])
+"""What is compiled with its appends too: every head dim, with every form of caches."""
 QUICK_SPREAD = tuple(
     case for case in QUICK if case.group == 4 and (case.width, case.rows, case.blocks) == PASSES[0]
 )
@@ -163,9 +166,11 @@ Traced = tuple[Callable[..., jax.Array], tuple[Any, ...]]
 """A function and the shapes of its arguments."""
 
 
-def attention(case: Case, backend: str | None, kv_heads: int = 2) -> Traced:
-    """A call of block attention by a backend, or by the best one; arguments q, keys, values,
-    plan."""
+def attention(
+    case: Case, backend: str | None, kv_heads: int = 2, *, appends: bool = False
+) -> Traced:
+    """A call of block attention by a backend, or by the best one; arguments q, keys, values, plan,
+    and the new keys and values where it `appends`."""
     config = Shape.of(case, kv_heads)
     listed, capacities = arranged(case.rows, case.blocks, history=16384, own=512)
     cache = jax.eval_shape(
@@ -181,14 +186,21 @@ def attention(case: Case, backend: str | None, kv_heads: int = 2) -> Traced:
     heads = config.num_kv_heads * case.group
     q = jax.ShapeDtypeStruct((case.rows, case.width, heads, case.head_dim), case.dtype)
 
-    def attend(q: jax.Array, keys: jax.Array, values: jax.Array, plan: Plan) -> jax.Array:
-        sinks = jnp.zeros(q.shape[2]) if case.scoring.sinks else None
-        softcap = case.scoring.softcap
-        return block_attention(
-            q, keys, values, plan, implementation=backend, softcap=softcap, sinks=sinks
-        )
+    new = [
+        jax.ShapeDtypeStruct((*q.shape[:2], config.num_kv_heads, size), case.dtype)
+        for size in (case.head_dim, config.value_dim)
+    ]
 
-    return attend, (q, cache.keys[0], cache.values[0], plan)
+    def attend(
+        q: jax.Array, keys: jax.Array, values: jax.Array, plan: Plan, *new: jax.Array
+    ) -> Any:
+        how: Any = {"implementation": backend, "softcap": case.scoring.softcap}
+        how["sinks"] = jnp.zeros(q.shape[2]) if case.scoring.sinks else None
+        if new:
+            return append_and_attend(q, *new, keys, values, plan, **how)
+        return block_attention(q, keys, values, plan, **how)
+
+    return attend, (q, cache.keys[0], cache.values[0], plan, *(new if appends else ()))
 
 
 def spread_attention(case: Case, backend: str, mesh: Mesh, kv_heads: int = 2) -> Traced:

@@ -120,11 +120,12 @@ class Case:
 @functools.partial(jax.jit, static_argnames=("implementation", "scale", "scoring"))
 def attended(cache, layout, count, q, k, v, implementation, scale=None, scoring=PLAIN):
     plan = make_plan(cache, layout, count, q.shape[1], window=scoring.window)
-    cache = cache.append(0, k, v, plan)
     arenas = cache.keys[0], cache.values[0]
     plan = api.with_work(plan, q.shape[2], *arenas, implementation)
-    out = block_attention(
+    out, *_ = api.append_and_attend(
         q,
+        k,
+        v,
         *arenas,
         plan,
         implementation=implementation,

@@ -23,10 +23,12 @@ import pytest
 from jaxshare import Sampler, Samplers
 from jaxshare.attention.api import preferred
 from jaxshare.decoding import sampling, truncation
+from jaxshare.pallas import append_triton
 from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor, quantised
 from scripts.bench.parts.attention import cases
 from tests.core.pallas import interpreted, products
+from tests.core.pallas import test_append_triton as appends
 from tests.core.pallas import test_codes as codes_interpreted
 from tests.core.pallas import test_expert_products as experts
 
@@ -156,6 +158,21 @@ def test_codes(gpu, backend, format, dim):
     rows, lengths = [[0, n] for n in range(1, 6)], [300, 5, 0, 64, 1, 17]
     some = interpreted.case(rows, [1] * 5, lengths, gaps=[1] * 6, seed=secrets.randbelow(2**31))
     codes_interpreted.check(backend, format, shape, some, gpu)
+
+
+@pytest.mark.parametrize("format", [None, "int8", "fp8"])
+def test_appends(gpu, format):
+    """Numbers, and codes, of heads of several forms."""
+    if not append_triton.appends_on(gpu):
+        pytest.skip(f"{gpu.kind} is not from Ampere on")
+    if format == "fp8" and gpu.capability < 89:
+        pytest.skip(f"{gpu.kind} does not convert to fp8")
+    for shape in (interpreted.DECODE, interpreted.LATENT, appends.PENDING_ROWS):
+        some = appends.some_rows(shape, secrets.randbelow(2**31))
+        if format is None:
+            appends.check(shape, some, gpu)
+        else:
+            appends.check_codes(format, shape, some, gpu)
 
 
 def test_the_same_answer_every_time(gpu):

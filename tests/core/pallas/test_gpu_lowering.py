@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxshare.decoding import truncation
+from jaxshare.pallas import block_attention_mosaic_gpu
 from jaxshare.pallas.dense_products import gpu_dense_product
 from jaxshare.pallas.device import H200, assume_device
 from scripts.gpu import programs, quantised_steps
@@ -149,8 +150,8 @@ def test_the_whole_grid_lowers_for_cuda(backend, head_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [*TARGETS, "xla"])
 def test_a_decode_step_lowers_for_cuda(backend):
-    """The plan, the appends, the moves of finished steps and sampling, whose kernel is Triton's,
-    around it included."""
+    """The plan, the appends, the moves of finished steps and sampling around it included, of which
+    some kernels are Triton's."""
     config = dataclasses.replace(programs.MODEL, num_layers=1)
     decoding = programs.decoding(programs.QUICK_STEPS[0], backend, config, history=4096)
     assert calls(lowered(backend, decoding.function, *decoding.arguments, donate_argnums=(1,))) == {
@@ -163,9 +164,10 @@ def test_a_decode_step_on_several_devices_lowers_for_cuda(spread, monkeypatch):
     """Each device runs the kernels on its part.
 
     `make gpu-compile` counts what they send. Triton lowers only for a described device, and the
-    mesh takes the place of the description: sampling is XLA's here.
+    mesh takes the place of the description: sampling and appends are XLA's here.
     """
     monkeypatch.setattr(truncation, "draws_on", lambda _: None)
+    monkeypatch.setattr(block_attention_mosaic_gpu, "appends_on", lambda _: False)
     config = dataclasses.replace(programs.MODEL, num_layers=1)
     mesh = spread.mesh(jax.devices()[: spread.tensor * spread.kv])
     decoding = programs.decoding(
@@ -199,7 +201,8 @@ with assume_device(H200):
     traced(1.0)
 calls = [line for line in text.splitlines() if re.search(rf"custom_call @\\S*{re.escape(TARGETS[backend])}", line)]
 made = len(re.findall(r"call @make_work", text))
-print(len(traces), sum('name = "draw"' not in line for line in calls), made)
+appends = sum('name = "append_and_gather"' in line for line in text.splitlines())
+print(len(traces), sum('name = "draw"' not in line for line in calls), made, appends)
 """
 """Run in a process that has not imported what kernels are written with."""
 
@@ -216,8 +219,8 @@ def test_kernels_are_lowered_once_for_all_layers_and_nothing_is_traced_again(bac
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    # Attention and its merge; the work items of the pass.
-    assert done.stdout.split() == ["1", "2", "1"]
+    # Attention and its merge; the work items of the pass; what appends, which is Triton's.
+    assert done.stdout.split() == ["1", "2", "1", "1" if backend == "mosaic_gpu" else "0"]
 
 
 def test_what_is_compiled_covers_all_that_is_promised():
