@@ -8,7 +8,7 @@ as long as its places do, filled or not, a third one of a single row serves a sh
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
@@ -132,6 +132,27 @@ def _packed(texts: Sequence[np.ndarray], shape: PassShape) -> tuple[np.ndarray, 
     return tokens, counts
 
 
+@dataclasses.dataclass(frozen=True)
+class Fed:
+    """A pass that is dispatched.
+
+    Attributes:
+      logits: of its rows, [R, V].
+      is_finite: bool[R], whether these are finite.
+      arrived: to be called when they have arrived.
+    """
+
+    logits: Array
+    is_finite: Array
+    arrived: Callable[[], None]
+
+    def finite(self) -> np.ndarray:
+        """Waits for the pass; returns for each row whether its logits are finite."""
+        found = np.asarray(self.is_finite)
+        self.arrived()
+        return found
+
+
 class PrefillPasses:
     """Runs passes over pieces.
 
@@ -182,27 +203,24 @@ class PrefillPasses:
 
     def feed[S: PrefillSource](
         self, sources: Sequence[S], *, streaming: bool
-    ) -> tuple[list[tuple[S, Piece]], Array, np.ndarray]:
+    ) -> tuple[list[tuple[S, Piece]], Fed]:
         """Feeds the next tokens of the first sources, as many as a pass can take.
 
         Args:
           sources, streaming: see `next_pieces`.
 
         Returns:
-          Each piece after its source, and what `run` returns for them.
+          Each piece after its source, and the pass, which is not waited for.
         """
         paths = [each.path() for each in sources]
         found = self.next_pieces(paths, streaming=streaming)
         batch = [(sources[number], piece) for number, piece in found]
         places = [source.adapter_place for source, _ in batch]
-        return batch, *self.run([piece for _, piece in batch], places)
+        return batch, self.run([piece for _, piece in batch], places)
 
-    def run(
-        self, pieces: Sequence[Piece], adapters: Sequence[int] | None = None
-    ) -> tuple[Array, np.ndarray]:
-        """Feeds pieces, as many as a pass has rows; returns their logits [R, V], and bool[R]
-        whether these are finite. `adapters` has the places of their adapters, by default the
-        model's own."""
+    def run(self, pieces: Sequence[Piece], adapters: Sequence[int] | None = None) -> Fed:
+        """Feeds pieces, as many as a pass has rows. `adapters` has the places of their adapters, by
+        default the model's own."""
         longest = max((len(piece.tokens) for piece in pieces), default=0)
         fitting = (s for s in self._views if longest <= s.width and len(pieces) <= s.rows)
         return self._run(pieces, next(fitting), adapters)
@@ -211,23 +229,23 @@ class PrefillPasses:
         """Compiles the passes that texts can need which fit the memory."""
         for shape in self._views:
             if shape != self._long or self._kv.pool.tokens >= shape.size:
-                self._run([], shape)
+                self._run([], shape).finite()
 
     def _run(
         self, pieces: Sequence[Piece], shape: PassShape, adapters: Sequence[int] | None = None
-    ) -> tuple[Array, np.ndarray]:
+    ) -> Fed:
         kv, (tokens, counts) = self._kv, _packed([piece.tokens for piece in pieces], shape)
         view = self._views[shape].build({i: piece.seen for i, piece in enumerate(pieces)})
-        with kv.speeds.feeding(max(1, int(counts.sum()))):
-            cache = view.over(kv.pool.cache)
-            layout = self._model.adapted(view.layout, adapters)
-            logits, kv.pool.cache = self._model.forward(tokens, counts, cache, layout)
-            finite = np.asarray(jnp.isfinite(logits).all(axis=-1))
+        arrived = kv.speeds.feeding(max(1, int(counts.sum())))
+        cache = view.over(kv.pool.cache)
+        layout = self._model.adapted(view.layout, adapters)
+        logits, kv.pool.cache = self._model.forward(tokens, counts, cache, layout)
+        fed = Fed(logits, jnp.isfinite(logits).all(axis=-1), arrived)
         kv.view_changed = True
         for piece in pieces:
             assert piece.node.extent is not None
             piece.node.extent.length += len(piece.tokens)
-        return logits, finite
+        return fed
 
 
 def feed_node(model: LoadedModel, kv: KVManager, node: Node) -> bool:
@@ -239,9 +257,9 @@ def feed_node(model: LoadedModel, kv: KVManager, node: Node) -> bool:
     passes, all_finite = PrefillPasses(model, kv), True
     while found := passes.next_pieces([node.path()], streaming=False):
         pieces = [piece for _, piece in found]
-        logits, finite = passes.run(pieces)
-        all_finite &= bool(finite[: len(pieces)].all())
-        node.logits = logits[len(pieces) - 1]
+        fed = passes.run(pieces)
+        all_finite &= bool(fed.finite()[: len(pieces)].all())
+        node.logits = fed.logits[len(pieces) - 1]
     kv.tree.complete(node)
     return all_finite
 

@@ -1,5 +1,6 @@
 """The rows that a scheduler runs: what becomes of what they sample, and how they leave."""
 
+import collections
 import logging
 
 from jaxshare import FinishReason
@@ -7,6 +8,7 @@ from jaxshare.serving.engine.decode_rows import DecodeRows
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.output import OutputProcessor
+from jaxshare.serving.engine.prompt_pass import PromptPass
 from jaxshare.serving.engine.running_request import RunningRequest, preemption_order
 from jaxshare.serving.engine.siblings import Siblings
 from jaxshare.serving.errors import NotANumberError, NoTokenError
@@ -47,6 +49,7 @@ class ScheduledRows:
         self.decode_rows, self._siblings = decode_rows, Siblings(output)
         self.rows: list[RunningRequest | None] = [None] * rows
         self._counts_peak, self.peak_tokens = counts_peak, 0
+        self._prompt_passes = collections.deque[PromptPass]()  # whose results are not read
         self._failure: Exception | None = None  # of `settle`
 
     @property
@@ -61,13 +64,25 @@ class ScheduledRows:
         error is that of the next step."""
         try:
             with interrupts_held_back():
+                self._end_prompt_passes()
                 while self.decode_rows.under_way:
                     self._take_results()
         except Exception as failure:
             self._failure = failure
 
+    def _end_prompt_passes(self) -> None:
+        """Waits for passes over prompts, and ends the requests whose logits are not finite. They may be
+        in the decode loop already, whose results are then not read."""
+        while self._prompt_passes:
+            failed = self._prompt_passes[0].failed(self.kv)
+            self._prompt_passes.popleft()
+            for row in failed:
+                if self.rows[row.index] is row:
+                    self._fail_not_finite(row)
+
     def _take_results(self) -> None:
         """Waits for the first dispatch under way, and hands out what it has sampled."""
+        self._end_prompt_passes()  # which were dispatched before
         follows = len(self.decode_rows.under_way) > 1
         if not follows and (request := next(iter(self.queue), None)):
             self.kv.prepare(request)  # while the device is at work
@@ -179,5 +194,6 @@ class ScheduledRows:
 
     def _forget_under_way(self) -> None:
         """Drops what is under way, unread."""
+        self._prompt_passes.clear()
         self.decode_rows.under_way.clear()
         self._failure = None

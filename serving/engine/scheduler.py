@@ -162,6 +162,7 @@ class Scheduler(ScheduledRows):
             self.ahead.look()
         self._siblings.look_up(self.live)
         while True:
+            self._end_prompt_passes()
             admitted = self._admit(only_begun) if admit else 0
             long = [row for row in self.live if row.needs_prefill]
             texts = self.sessions.texts()
@@ -268,22 +269,23 @@ class Scheduler(ScheduledRows):
 
     def _prefill(self, rows: Sequence[RunningRequest], texts: Sequence[FedText]) -> None:
         """One pass over the next tokens of the first requests and texts of sessions, as many as its
-        shape holds. In turn the ones or the others come first, so that neither wait for long."""
+        shape holds. In turn the ones or the others come first, so that neither wait for long. If
+        only requests wait for it the host goes on while it runs."""
         self._texts_first = not self._texts_first
         fed = [*texts, *rows] if self._texts_first else [*rows, *texts]
         streams = self.sessions.has_passes or any(row.decoding for row in self.live)
         streams &= not self._prefill_first
-        failed = feed_prompts(
+        made = feed_prompts(
             fed,
             passes=self._prefill_passes,
             streaming=streams,
-            kv=self.kv,
             queue=self.queue,
             metrics=self.metrics,
         )
-        for row in failed:
-            self._fail_not_finite(row)
-        self.sessions.end_feeds()
+        self._prompt_passes.append(made)
+        if made.is_awaited:
+            self._end_prompt_passes()
+            self.sessions.end_feeds()
 
     def _verify_drafts(self, rows: Sequence[RunningRequest]) -> list[RunningRequest]:
         """One pass over the drafts of some of these rows; returns those that have none."""

@@ -54,10 +54,10 @@ class FixedSpeeds:
         self.feed_seconds, self.copy_seconds = feed_seconds, copy_seconds
         self.pass_seconds, self.host_seconds = pass_seconds, host_seconds
 
-    @contextlib.contextmanager
-    def feeding(self, tokens: int) -> Iterator[None]:
-        """Surrounds a prefill of this many tokens, from its dispatch to its results."""
-        yield
+    def feeding(self, tokens: int) -> Callable[[], None]:
+        """Tells that a prefill of this many tokens is about to be dispatched; to be called when its
+        results have arrived. Passes of the decode loop that were dispatched meanwhile begin then."""
+        return lambda: None
 
     @contextlib.contextmanager
     def copying(self, tokens: int) -> Iterator[None]:
@@ -112,19 +112,22 @@ class MeasuredSpeeds(FixedSpeeds):
         self._clock, self._feed, self._copy, self._pass, self._host = clock, 0.0, 0.0, 0.0, 0.0
         # When each dispatch whose results have not arrived began, and when it was made.
         self._under_way = collections.deque[tuple[float, float]]()
-        self._dispatching = self._last_fetched = 0.0
+        self._dispatching = self._last_fetched = 0.0  # the latter also of a prefill
         self._fetched: float | None = None  # unless interrupted since
 
     @property
     def measured(self) -> tuple[float, float, float, float]:
         return self._feed, self._copy, self._pass, self._host
 
-    @contextlib.contextmanager
-    def feeding(self, tokens: int) -> Iterator[None]:
+    def feeding(self, tokens: int) -> Callable[[], None]:
         self.interrupted()
         start = self._clock()
-        yield
-        self._feed = _ema(self._feed, (self._clock() - start) / tokens)
+
+        def fed() -> None:
+            self._last_fetched = self._clock()
+            self._feed = _ema(self._feed, (self._last_fetched - start) / tokens)
+
+        return fed
 
     @contextlib.contextmanager
     def copying(self, tokens: int) -> Iterator[None]:

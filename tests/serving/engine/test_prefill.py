@@ -80,8 +80,9 @@ def feed(nodes: list[Node]) -> tuple[dict[int, np.ndarray], int]:
             batch += next_pieces(path, SHORT.rows - len(batch))
         if not batch:
             return logits, count
-        found, finite = runner.run(batch)
-        assert finite[: len(batch)].all()
+        fed = runner.run(batch)
+        found = fed.logits
+        assert fed.finite()[: len(batch)].all()
         count += 1
         for row, piece in enumerate(batch):
             if piece.node in nodes:
@@ -214,7 +215,8 @@ def test_rows_with_logits_that_are_not_finite_are_found_and_no_others(kv):
     assert not feed_node(model, kv, bad) and not feed_node(model, kv, below)
     pieces = [piece for node in (good,) for piece in next_pieces(node.path(), 8)]
     other = next_pieces(add(kv, root, [token, *clean[:40]]).path(), 8 - len(pieces))
-    logits, finite = PrefillPasses(model, kv).run([*pieces, *other])
+    fed = PrefillPasses(model, kv).run([*pieces, *other])
+    logits, finite = fed.logits, fed.finite()
     assert finite[: len(pieces)].all() and not finite[len(pieces)]
     dense = DenseModel(TINY, tiny_params(), 2)
     dense.forward([clean[:20]], [[0]])
@@ -261,7 +263,7 @@ def test_a_short_text_takes_passes_of_few_places(kv, monkeypatch, lengths, shape
     )
     nodes, runner, logits = [add(kv, None, TEXT[:length]) for length in lengths], passes(), {}
     while found := runner.next_pieces([node.path() for node in nodes], streaming=True):
-        got, _ = runner.run([piece for _, piece in found])
+        got = runner.run([piece for _, piece in found]).logits
         logits |= {i: np.asarray(got[row]) for row, (i, _) in enumerate(found)}
     assert taken == shapes
     for i, length in enumerate(lengths):
@@ -278,8 +280,9 @@ def test_many_tokens_are_fed_by_long_passes_unless_others_wait(kv):
     waiting = runner.next_pieces([node.path() for node in nodes], streaming=True)
     assert [(i, len(piece.tokens)) for i, piece in waiting] == [(0, 64)] * 4
     while found := runner.next_pieces([node.path() for node in nodes], streaming=False):
-        got, finite = runner.run([piece for _, piece in found])
-        assert finite[: len(found)].all()
+        fed = runner.run([piece for _, piece in found])
+        got = fed.logits
+        assert fed.finite()[: len(found)].all()
         sizes.append([len(piece.tokens) for _, piece in found])
         logits |= {i: np.asarray(got[row]) for row, (i, _) in enumerate(found)}
     assert sizes == [[128, 128, 128, 128, 128, 60, 128, 128], [64], [10]]

@@ -6,7 +6,7 @@ import pytest
 
 from jaxshare import FinishReason, Sampler
 from jaxshare.decoding.changes import Changes
-from jaxshare.serving.engine import decode_rows
+from jaxshare.serving.engine import decode_rows, prefill
 from tests.helpers import one_layer
 from tests.serving.engine.stepped import small_pieces
 from tests.serving.engine.test_engine import (
@@ -62,6 +62,20 @@ def test_a_dispatch_is_made_before_the_results_of_the_last_are_read(log):
     # Forty tokens in dispatches of eight. For two of them something might enter as this has; after the
     # last one there is nothing to go on with.
     assert seen == ["made", 1, "made", 1, "made", "made", 2, "made", 2, 1]
+    check_memory(engine)
+
+
+def test_passes_sample_before_the_results_of_the_prompt_are_read(log, monkeypatch):
+    finite = prefill.Fed.finite
+    monkeypatch.setattr(prefill.Fed, "finite", lambda self: log.append("read") or finite(self))
+    prompts = [lasting(18, 8), lasting(40, 8, seed=1)]
+    engine = Stepped(passes=8)
+    for prompt in prompts:
+        stream = engine.submit(prompt, max_new_tokens=8)
+        engine.settle()
+        assert list(done(stream).tokens) == alone(prompt, 8)[0]
+    # The second one takes two passes, and nothing else runs beside the first of these.
+    assert log == ["made", "read", 1, "read", "made", "read", 1]
     check_memory(engine)
 
 

@@ -89,12 +89,32 @@ def test_passes_of_a_dispatch_that_follows_another_begin_when_those_have_ended()
 def test_prefill_and_copies_between_two_dispatches_are_not_the_host_s_time():
     clock = Clock()
     speeds = MeasuredSpeeds(clock)
-    for other, index in ((speeds.feeding, 0), (speeds.copying, 1)):
-        dispatch(speeds, clock, 4, 1)
-        with other(100):
-            clock.now += 2
-        speeds.dispatched()
-        assert speeds.measured[3] == 0 and speeds.measured[index] == pytest.approx(0.02)
+    dispatch(speeds, clock, 4, 1)
+    arrived = speeds.feeding(100)
+    clock.now += 2
+    arrived()
+    dispatch(speeds, clock, 4, 1)
+    with speeds.copying(100):
+        clock.now += 3
+    speeds.dispatched()
+    assert speeds.measured[0] == pytest.approx(0.02)
+    assert speeds.measured[1] == pytest.approx(0.03) and speeds.measured[3] == 0
+
+
+def test_passes_that_are_dispatched_while_a_prefill_runs_begin_when_it_has_ended():
+    clock = Clock()
+    speeds = MeasuredSpeeds(clock)
+    arrived = speeds.feeding(100)
+    clock.now += 0.2
+    speeds.dispatching()
+    clock.now += 0.1
+    speeds.dispatched()
+    clock.now += 0.7
+    arrived()
+    clock.now += 0.5
+    speeds.fetched(5)
+    assert speeds.measured == pytest.approx((0.01, 0, 0.1, 0))
+    assert speeds.last_pass_seconds == pytest.approx(0.1)
 
 
 def test_nothing_is_measured_over_an_interruption():
