@@ -144,6 +144,7 @@ def cached_bytes(
 
 _ATTENTION = {
     "queries, keys and values": 1,
+    "these side by side": 1,
     "appends, and queries put in order": 1,
     "attention and merge": 2,
     "output": 1,
@@ -163,7 +164,13 @@ _EXPERTS = {
 }
 _SHARED = {"gate and up": 1, "activation": 1, "down": 1}
 _GROUPS = {"best groups": 4}
-_LATENT = {"norms of latents": 2, "queries of latents": 1, "absorbed keys and values": 2}
+_LATENT = {
+    "norms of latents": 2,
+    "queries of latents": 1,
+    "absorbed keys and values": 2,
+    # Of products whose sums XLA splits: before other products, and before the sum over devices.
+    "sums of queries, values and output": 3,
+}
 
 
 def launches(config: ModelConfig, layer: Layer) -> dict[str, int]:
@@ -184,8 +191,11 @@ def _of_attention(config: ModelConfig) -> Counter[str]:
     found = Counter(_ATTENTION)
     if config.mla:
         found += Counter(_LATENT)
-    if config.qk_norm:
+    elif config.head_dim % 128:
+        found += Counter({"cuts of padded heads": 1})
+    if config.qk_norm:  # which write them side by side
         found += Counter({"norms of queries and keys": 2})
+        del found["these side by side"]
     return found
 
 
