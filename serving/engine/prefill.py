@@ -133,7 +133,7 @@ def _packed(texts: Sequence[np.ndarray], shape: PassShape) -> tuple[np.ndarray, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Fed:
+class FedPass:
     """A pass that is dispatched.
 
     Attributes:
@@ -203,7 +203,7 @@ class PrefillPasses:
 
     def feed[S: PrefillSource](
         self, sources: Sequence[S], *, streaming: bool
-    ) -> tuple[list[tuple[S, Piece]], Fed]:
+    ) -> tuple[list[tuple[S, Piece]], FedPass]:
         """Feeds the next tokens of the first sources, as many as a pass can take.
 
         Args:
@@ -218,7 +218,7 @@ class PrefillPasses:
         places = [source.adapter_place for source, _ in batch]
         return batch, self.run([piece for _, piece in batch], places)
 
-    def run(self, pieces: Sequence[Piece], adapters: Sequence[int] | None = None) -> Fed:
+    def run(self, pieces: Sequence[Piece], adapters: Sequence[int] | None = None) -> FedPass:
         """Feeds pieces, as many as a pass has rows. `adapters` has the places of their adapters, by
         default the model's own."""
         longest = max((len(piece.tokens) for piece in pieces), default=0)
@@ -233,14 +233,14 @@ class PrefillPasses:
 
     def _run(
         self, pieces: Sequence[Piece], shape: PassShape, adapters: Sequence[int] | None = None
-    ) -> Fed:
+    ) -> FedPass:
         kv, (tokens, counts) = self._kv, _packed([piece.tokens for piece in pieces], shape)
         view = self._views[shape].build({i: piece.seen for i, piece in enumerate(pieces)})
         arrived = kv.speeds.feeding(max(1, int(counts.sum())))
         cache = view.over(kv.pool.cache)
         layout = self._model.adapted(view.layout, adapters)
         logits, kv.pool.cache = self._model.forward(tokens, counts, cache, layout)
-        fed = Fed(logits, jnp.isfinite(logits).all(axis=-1), arrived)
+        fed = FedPass(logits, jnp.isfinite(logits).all(axis=-1), arrived)
         kv.view_changed = True
         for piece in pieces:
             assert piece.node.extent is not None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxshare.serving.engine.fair_queue import FairQueue
 from jaxshare.serving.engine.metrics import Metrics
-from jaxshare.serving.engine.prefill import Fed, Piece, PrefillPasses
+from jaxshare.serving.engine.prefill import FedPass, Piece, PrefillPasses
 from jaxshare.serving.engine.running_request import RunningRequest
 from jaxshare.serving.engine.session_feed import FedText
 from jaxshare.serving.kvcache.manager import KVManager
@@ -21,7 +21,7 @@ class PromptPass:
     """
 
     batch: Sequence[tuple[RunningRequest | FedText, Piece]]
-    fed: Fed
+    fed: FedPass
 
     @property
     def is_awaited(self) -> bool:

@@ -66,8 +66,8 @@ def test_a_dispatch_is_made_before_the_results_of_the_last_are_read(log):
 
 
 def test_passes_sample_before_the_results_of_the_prompt_are_read(log, monkeypatch):
-    finite = prefill.Fed.finite
-    monkeypatch.setattr(prefill.Fed, "finite", lambda self: log.append("read") or finite(self))
+    finite = prefill.FedPass.finite
+    monkeypatch.setattr(prefill.FedPass, "finite", lambda self: log.append("read") or finite(self))
     prompts = [lasting(18, 8), lasting(40, 8, seed=1)]
     engine = Stepped(passes=8)
     for prompt in prompts:
