@@ -33,7 +33,7 @@ from scripts.bench.lib import Parser, finish, machine, own_command, versions
 from scripts.gpu import cold
 from scripts.gpu.compiler import Compiler, MissingError, Program, Toolchain
 from scripts.gpu.numbers import device_numbers, plan_numbers, sampling_numbers, step_numbers
-from scripts.gpu.report import all_goals, as_text
+from scripts.gpu.report import APPENDS, all_goals, as_text
 from scripts.gpu.results import Results
 from scripts.gpu.sass import under_products
 from scripts.gpu.targets import HOPPER, TARGETS, Target
@@ -218,7 +218,7 @@ def kernel_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterato
             )
         for case in programs.APPENDING if backend == "mosaic_gpu" else ():
             yield (
-                {"backend": backend, "case": case._asdict(), "name": f"{case}, appends"},
+                {"backend": backend, "case": case._asdict(), "name": f"{case}{APPENDS}"},
                 lambda case=case: kernels_of(
                     compiler, *programs.attention(case, "mosaic_gpu", appends=True)
                 ),

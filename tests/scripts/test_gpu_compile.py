@@ -646,6 +646,8 @@ def test_what_a_backend_declines_another_one_has_to_serve():
 
     assert wrong("b200", declined, served) == []
     assert wrong("b200", declined) == ["programs that no GPU backend of ours serves"]
+    appends = {**declined, "name": "D 72, appends"}  # which are compiled for mosaic_gpu alone
+    assert wrong("b200", declined, appends, served) == []
     assert wrong("h200", declined, served) == ["programs that a backend declines"]
 
 
