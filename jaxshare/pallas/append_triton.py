@@ -1,9 +1,10 @@
 """Writes a pass's new keys and values into the arenas, and puts its queries into the order of
 segments, in one kernel that JAX lowers through Triton: for NVIDIA GPUs from Ampere on.
 
-By itself XLA makes three kernels of this in every layer, and seven where the cache approximates. Keys are rotated to their place in their
-block, queries towards the blocks that they read (Hogwild! section 3.4). Queries that no segment has
-are left out, so that places for blocks that a row does not list cost nothing.
+By itself XLA makes three kernels of this in every layer, and seven where the cache approximates.
+Keys are rotated to their place in their block, queries towards the blocks that they read (Hogwild!
+section 3.4). Queries that no segment has are left out, so that places for blocks that a row does not
+list cost nothing.
 
 A program has some lines, each of a token and a head: the first programs append, the others gather.
 The first and the second entries of rotated pairs, and what is not rotated, are arrays of their own,
@@ -11,7 +12,6 @@ because Triton has no slices.
 """
 
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,21 +27,9 @@ from jaxshare.pallas.work_items import Work
 from jaxshare.quantised import FORMATS
 from jaxshare.quantised_cache import Arena, approximation, make_finite
 
-_MIN_CAPABILITY = 80
 _WARPS = 4
 _ENTRIES = 2048
 """Of a program at once, sixteen of each thread."""
-
-
-def appends_on(device: Device) -> bool:
-    """True where one kernel appends: on such a GPU, with a JAX that has Triton."""
-    if device.capability < _MIN_CAPABILITY:
-        return False
-    try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError:
-        return False
-    return True
 
 
 def append_and_gather(
@@ -62,7 +50,7 @@ def append_and_gather(
       keys, values: the arenas [K, tokens, D] and [K, tokens, _].
       plan, work: of the pass.
       scale: of the queries.
-      device: the GPU, for which `appends_on` is true.
+      device: the GPU, for which `lowers_triton` is true.
 
     Returns:
       The Q + span queries in the order of the segments, rotated, scaled and in the arenas' dtype;
@@ -282,7 +270,7 @@ def _kernel(
 
 
 def _rounded(x: Array) -> Array:
-    """Numbers rounded to whole ones, halves to even ones: Triton has no such operation here."""
+    """Numbers rounded to whole ones, halves to even ones: JAX lowers no such operation to Triton."""
     below = jnp.floor(x)
     rest, is_odd = x - below, below - 2 * jnp.floor(below / 2) == 1
     return below + ((rest > 0.5) | ((rest == 0.5) & is_odd)).astype(x.dtype)

@@ -21,9 +21,9 @@ from jaxtyping import Float
 
 from jaxshare.arena import append_tokens
 from jaxshare.attention.plan import Plan
-from jaxshare.pallas.append_triton import append_and_gather, appends_on
+from jaxshare.pallas.append_triton import append_and_gather
 from jaxshare.pallas.codes_mosaic_gpu import WIDEST_APART, CodeSlots, layout_of
-from jaxshare.pallas.device import Device, current_device
+from jaxshare.pallas.device import Device, current_device, lowers_triton
 from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim, shares_queries, store_columns
 from jaxshare.pallas.items_mosaic_gpu import ALIGNMENT, WARPGROUP
 from jaxshare.pallas.kernel_mosaic_gpu import Barriers, attention_kernel
@@ -47,6 +47,15 @@ _FAMILIES = (9, 10)
 much shared memory as the tiles take."""
 SETUP_TILES = 1
 """Tiles that take as long as the start and the end of a segment."""
+
+
+class _Launch(NamedTuple):
+    """The work of a pass, the GPU and the tiles there, and the softcap of scores."""
+
+    work: Work
+    tiles: MosaicTiles
+    device: Device
+    softcap: float
 
 
 def mosaic_gpu_attention(
@@ -91,22 +100,13 @@ def appending_mosaic_gpu_attention(
     """
     device, tiles, form = _chosen(q, keys, values, plan)
     work, factor = work_of(plan, form), query_scale(scale, softcap)
-    if appends_on(device):
+    if lowers_triton(device):
         queries, keys, values = append_and_gather(q, k, v, keys, values, plan, work, factor, device)
     else:
         keys, values = append_tokens(keys, values, k, v, plan)
         queries = segment_queries(q, plan, work, factor, keys.dtype)
     launch = _Launch(work, tiles, device, softcap)
     return _attended(q, queries, keys, values, plan, launch, sinks), keys, values
-
-
-class _Launch(NamedTuple):
-    """The work of a pass, the GPU and the tiles there, and the softcap of scores."""
-
-    work: Work
-    tiles: MosaicTiles
-    device: Device
-    softcap: float
 
 
 def _attended(

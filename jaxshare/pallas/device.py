@@ -51,6 +51,18 @@ def current_device() -> Device | None:
     return Device(device.device_kind, 10 * int(major) + int(minor), device.core_count)
 
 
+def lowers_triton(device: Device) -> bool:
+    """True where JAX can lower a kernel through Triton for a GPU: from Ampere on, as long as JAX has
+    it."""
+    if device.capability < 80:
+        return False
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return False
+    return True
+
+
 def import_kernels() -> None:
     """Imports the modules of kernels that add to what JAX's caches of traces depend on, where the
     code to be traced runs on a GPU.

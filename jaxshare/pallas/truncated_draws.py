@@ -16,7 +16,6 @@ Axis letters: R rows, V vocabulary, T places of a tile.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,9 +26,8 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
-from jaxshare.pallas.device import Device, current_device
+from jaxshare.pallas.device import Device, current_device, lowers_triton
 
-_MIN_CAPABILITY = 80
 _TILE, _LEAST_TILE = 4096, 128
 _OF_WARP = 256
 """Places of a tile that a warp has, eight of each thread."""
@@ -47,18 +45,8 @@ _OF_MINUS_INFINITY = np.int32(-0x7F800000)
 def draws_on(logits: Array) -> Device | None:
     """The GPU whose kernel draws from such logits, or None where XLA does."""
     device = current_device()
-    if (
-        device is None
-        or device.capability < _MIN_CAPABILITY
-        or logits.dtype != jnp.float32
-        or logits.size >= 2**31
-    ):
-        return None
-    try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError:
-        return None
-    return device
+    fits = logits.dtype == jnp.float32 and logits.size < 2**31
+    return device if device is not None and fits and lowers_triton(device) else None
 
 
 def drawn(

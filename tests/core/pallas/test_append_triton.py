@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from jaxshare import make_plan
-from jaxshare.pallas.append_triton import append_and_gather, appends_on
-from jaxshare.pallas.device import Device
+from jaxshare.pallas.append_triton import append_and_gather
+from jaxshare.pallas.device import Device, lowers_triton
 from jaxshare.pallas.work_items import WorkForm, work_of
 from jaxshare.quantised import FORMATS, QuantisedTensor
 from jaxshare.quantised_cache import as_stored, empty_arena
@@ -176,4 +176,4 @@ def some_rows(shape: Shape, seed: int = 0):
 
 @pytest.mark.parametrize(("capability", "able"), [(75, False), (80, True), (100, True)])
 def test_it_serves_gpus_from_ampere_on(capability, able):
-    assert appends_on(dataclasses.replace(INTERPRETED, capability=capability)) is able
+    assert lowers_triton(dataclasses.replace(INTERPRETED, capability=capability)) is able

@@ -23,8 +23,7 @@ import pytest
 from jaxshare import Sampler, Samplers
 from jaxshare.attention.api import preferred
 from jaxshare.decoding import sampling, truncation
-from jaxshare.pallas import append_triton
-from jaxshare.pallas.device import current_device
+from jaxshare.pallas.device import current_device, lowers_triton
 from jaxshare.quantised import QuantisedTensor, quantised
 from scripts.bench.parts.attention import cases
 from tests.core.pallas import interpreted, products
@@ -163,7 +162,7 @@ def test_codes(gpu, backend, format, dim):
 @pytest.mark.parametrize("format", [None, "int8", "fp8"])
 def test_appends(gpu, format):
     """Numbers, and codes, of heads of several forms."""
-    if not append_triton.appends_on(gpu):
+    if not lowers_triton(gpu):
         pytest.skip(f"{gpu.kind} is not from Ampere on")
     if format == "fp8" and gpu.capability < 89:
         pytest.skip(f"{gpu.kind} does not convert to fp8")

@@ -167,7 +167,7 @@ def test_a_decode_step_on_several_devices_lowers_for_cuda(spread, monkeypatch):
     mesh takes the place of the description: sampling and appends are XLA's here.
     """
     monkeypatch.setattr(truncation, "draws_on", lambda _: None)
-    monkeypatch.setattr(block_attention_mosaic_gpu, "appends_on", lambda _: False)
+    monkeypatch.setattr(block_attention_mosaic_gpu, "lowers_triton", lambda _: False)
     config = dataclasses.replace(programs.MODEL, num_layers=1)
     mesh = spread.mesh(jax.devices()[: spread.tensor * spread.kv])
     decoding = programs.decoding(
