@@ -11,7 +11,6 @@ when this backend is called.
 """
 
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
-from jaxshare.pallas.device import Device, current_device
+from jaxshare.pallas.device import Device, check_triton, current_device
 from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
 from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.scores import capped, query_scale
@@ -119,12 +118,7 @@ def _supported_device(
         raise NotImplementedError(
             f"it takes up to {MAX_QUERY_HEADS} query heads for each kv head; here are {group}"
         )
-    try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError as error:
-        raise NotImplementedError(
-            f"JAX {jax.__version__} cannot lower Pallas kernels through Triton: {error}"
-        ) from error
+    check_triton()
     return device
 
 

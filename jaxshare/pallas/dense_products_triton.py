@@ -24,10 +24,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxshare.pallas.device import Device
+from jaxshare.pallas.device import Device, check_triton
 from jaxshare.pallas.matrix_codes import (
     MatrixForm,
-    check_triton,
     group_value,
     halves,
     in_arrays,

@@ -57,10 +57,20 @@ def lowers_triton(device: Device) -> bool:
     if device.capability < 80:
         return False
     try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError:
+        check_triton()
+    except NotImplementedError:
         return False
     return True
+
+
+def check_triton() -> None:
+    """Raises NotImplementedError where JAX has no Triton, which it is to lose."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError as error:
+        raise NotImplementedError(
+            f"JAX {jax.__version__} cannot lower Pallas kernels through Triton: {error}"
+        ) from error
 
 
 def import_kernels() -> None:

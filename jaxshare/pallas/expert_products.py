@@ -23,10 +23,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Int32
 
-from jaxshare.pallas.device import Device
+from jaxshare.pallas.device import Device, check_triton
 from jaxshare.pallas.matrix_codes import (
     MatrixForm,
-    check_triton,
     group_value,
     in_arrays,
     numbers,

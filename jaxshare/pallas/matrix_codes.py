@@ -5,7 +5,6 @@ Axis letters: O outputs, G groups of inputs that share a scale, L outputs of a t
 row of a tile.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,14 +83,6 @@ def supported_device(x: Array, kernel: Array | QuantisedTensor) -> Device:
     if max(leaf.size for leaf in jax.tree.leaves((x, kernel))) >= _MOST_ELEMENTS:
         raise NotImplementedError("an array has 2 ** 31 elements or more")
     return device
-
-
-def check_triton() -> None:
-    """Raises NotImplementedError where JAX has no Triton, which it is to lose."""
-    try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError as error:
-        raise NotImplementedError(f"this JAX has no Triton: {error}") from error
 
 
 def numbers(form: MatrixForm, codes: Array, byte: Array) -> list[tuple[Array, Array]]:

@@ -144,7 +144,6 @@ def cached_bytes(
 
 _ATTENTION = {
     "queries, keys and values": 1,
-    "these side by side": 1,
     "appends, and queries put in order": 1,
     "attention and merge": 2,
     "output": 1,
@@ -193,9 +192,10 @@ def _of_attention(config: ModelConfig) -> Counter[str]:
         found += Counter(_LATENT)
     elif config.head_dim % 128:
         found += Counter({"cuts of padded heads": 1})
-    if config.qk_norm:  # which write them side by side
-        found += Counter({"norms of queries and keys": 2})
-        del found["these side by side"]
+    # Norms write them side by side.
+    found += Counter(
+        {"norms of queries and keys": 2} if config.qk_norm else {"these side by side": 1}
+    )
     return found
 
 

@@ -119,7 +119,7 @@ def test_nothing_new():
     check(DECODE, case([[0, 1], [], []], [0, 0, 0], [20, 3, 0, 0]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cases(DECODE))
 def test_many_layouts(one):
     check(DECODE, one)
