@@ -16,6 +16,7 @@ from jaxshare.attention.plan import Plan
 from jaxshare.models.adapters.low_rank import LayerAdapters, of_rows
 from jaxshare.models.decoder_layer import Layer
 from jaxshare.models.latent_attention import ExpandingAttend
+from jaxshare.models.residual import Residual, Stream
 from jaxshare.quantised_cache import Arena
 
 
@@ -33,13 +34,13 @@ def without_padding(
 def run_layer(
     layer: Layer,
     params: Mapping[str, Any],
-    x: Float[Array, "R T M"],
+    x: Stream,
     keys: Arena,
     values: Arena,
     plan: Plan,
     implementation: cpu.Implementation,
     adapters: LayerAdapters | None = None,
-) -> tuple[Float[Array, "R T M"], Arena, Arena]:
+) -> tuple[Stream, Arena, Arena]:
     """One layer of a pass: its output, and its arenas with the new tokens.
 
     Layers of one form have the same shapes, so that all of them are traced once. Rows may have
@@ -48,7 +49,8 @@ def run_layer(
 
     config = layer.config
     how = {"scale": config.scale, "softcap": config.attention_softcap}
-    real = jnp.arange(x.shape[1]) < plan.count[:, None]
+    width = (x.x if isinstance(x, Residual) else x).shape[1]
+    real = jnp.arange(width) < plan.count[:, None]
 
     def attend(
         q: Array, k: Array, v: Array, sinks: Array | None, makers: HeadMakers | None = None
@@ -59,7 +61,7 @@ def run_layer(
         return without_padding(out, real, implementation)
 
     mla, given = config.mla, attend
-    if mla is not None and x.shape[1] >= mla.expands_from and can_expand(implementation):
+    if mla is not None and width >= mla.expands_from and can_expand(implementation):
         given = ExpandingAttend(attend, lambda q, k, makers: attend(q, k, k[..., :0], None, makers))
     variables = {"params": params} | of_rows(adapters)
     out: Any = layer.apply(variables, x, given, real)

@@ -21,6 +21,7 @@ from jaxshare.models.latent_attention import LatentAttention
 from jaxshare.models.linear import Linear, projections
 from jaxshare.models.norm import RMSNorm
 from jaxshare.models.packed import GATE_UP, QKV, part_sizes
+from jaxshare.models.residual import Residual, Stream
 from jaxshare.sharding import Axis
 
 Sinks = Float[Array, " H"] | None
@@ -41,12 +42,14 @@ class Attention(nn.Module):
       axis: the mesh axis over which heads are split.
       implementation: of products.
       share: the tokens whose output this device keeps, [S, M]; None for all.
+      in_pieces: leave the output as pieces to be summed (`Linear.in_pieces`).
     """
 
     config: ModelConfig
     axis: Axis | None = None
     implementation: Implementation = "xla"
     share: TokenShare | None = None
+    in_pieces: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "..."]:
@@ -68,7 +71,8 @@ class Attention(nn.Module):
             sinks = self.param("sinks", nn.initializers.normal(), (c.num_heads,))
         out = attend(q, k, v, sinks)
         how = {"axis": self.axis, "share": self.share, "implementation": self.implementation}
-        return Linear(c.hidden_size, c.out_bias, **how, name="o")(
+        last = Linear(c.hidden_size, c.out_bias, **how, name="o")
+        return (last.in_pieces if self.in_pieces else last)(
             out.reshape(*x.shape[:-1], c.num_heads * c.head_dim), adapter_of(self, "o")
         )
 
@@ -80,21 +84,22 @@ class MLP(nn.Module):
       config: of the model, or of one device's part of it.
       axis: the mesh axis over which the MLP is split.
       implementation: of products.
+      in_pieces: leave the output as pieces to be summed (`Linear.in_pieces`).
     """
 
     config: ModelConfig
     axis: Axis | None = None
     implementation: Implementation = "xla"
+    in_pieces: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "R T M"]) -> Float[Array, "R T M"]:
+    def __call__(self, x: Float[Array, "R T M"]) -> Float[Array, "..."]:
         c = self.config
         how = {"bias": c.mlp_bias, "implementation": self.implementation}
         gate, up = projections(self, x, GATE_UP, part_sizes(c)[GATE_UP], **how)
         gate = nn.silu(gate) if c.activation == "silu" else nn.gelu(gate, approximate=True)
-        return Linear(c.hidden_size, axis=self.axis, name="down", **how)(
-            gate * up, adapter_of(self, "down")
-        )
+        last = Linear(c.hidden_size, axis=self.axis, name="down", **how)
+        return (last.in_pieces if self.in_pieces else last)(gate * up, adapter_of(self, "down"))
 
 
 class Layer(nn.Module):
@@ -116,33 +121,43 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Float[Array, "R T M"],
+        given: Stream,
         attend: AttendInLayer,
         real: Bool[Array, "R T"] | None = None,
-    ) -> Float[Array, "R T M"]:
-        """Computes a layer; experts compute the tokens that are `real` alone, by default all."""
+    ) -> Stream:
+        """Computes a layer; experts compute the tokens that are `real` alone, by default all. What it
+        returns is of the form of what it is given."""
         c, how = self.config, (self.config, self.axis, self.implementation)
         is_sparse = c.moe is not None and self.form is not None and self.form.is_sparse
-        share = TokenShare.of(c.moe, x.shape[0] * x.shape[1]) if is_sparse else None
+        shape = (given.x if isinstance(given, Residual) else given).shape
+        share = TokenShare.of(c.moe, shape[0] * shape[1]) if is_sparse else None
         norm = functools.partial(RMSNorm, c.norm_eps, self.implementation, c.norm_adds_one)
+        late, times = isinstance(given, Residual) and share is None, c.residual_multiplier
 
         def added(
-            x: Array,
+            x: Stream,
             name: str,
             part: Callable[[Array], Array],
             kept: Callable[[Array], Array] = lambda x: x,
-        ) -> Array:
+        ) -> Stream:
+            if isinstance(x, Residual):
+                total, inner = x.normed(norm(name=f"{name}_norm"), times)
+                return Residual(total, part(inner))
             inner = x if c.norm_placement == "post" else norm(name=f"{name}_norm")(x)
             out = part(inner)
             out = out if c.norm_placement == "pre" else norm(name=f"{name}_post_norm")(out)
-            return kept(x) + (out if c.residual_multiplier == 1 else out * c.residual_multiplier)
+            return kept(x) + (out if times == 1 else out * times)
 
-        attention = (LatentAttention if c.mla else Attention)(*how, share, name="attention")
-        shape, own = x.shape, share.own if share else lambda x: x
+        attention = (LatentAttention if c.mla else Attention)(*how, share, late, name="attention")
+        own = share.own if share else lambda x: x
+        x = given.whole(times) if isinstance(given, Residual) and not late else given
         x = added(x, "attention", lambda x: attention(x, attend), own)
         if c.moe is None or not is_sparse:
-            return added(x, "mlp", MLP(*how, name="mlp"))
+            return added(x, "mlp", MLP(*how, late, name="mlp"))
         experts = MixtureOfExperts(c.moe, self.axis, self.implementation, share, name="moe")
         kept = None if real is None else own(real)
-        x = added(x, "mlp", lambda x: experts(x, kept))
-        return share.whole(x, shape) if share else x
+        x = added(x, "mlp", lambda x: experts(x, kept)[None] if late else experts(x, kept))
+        if share is None or isinstance(x, Residual):
+            return x
+        x = share.whole(x, shape)
+        return Residual(x) if isinstance(given, Residual) else x

@@ -57,12 +57,14 @@ class LatentAttention(nn.Module):
       axis: the mesh axis over which heads are split; each device makes the latents of all tokens.
       implementation: of products.
       share: the tokens whose output this device keeps, [S, M]; None for all.
+      in_pieces: leave the output as pieces to be summed (`Linear.in_pieces`).
     """
 
     config: ModelConfig
     axis: Axis | None = None
     implementation: Implementation = "xla"
     share: TokenShare | None = None
+    in_pieces: bool = False
 
     @nn.compact
     def __call__(
@@ -98,9 +100,8 @@ class LatentAttention(nn.Module):
             absorbed = _by_head(own, key_maker, 1)
             out = attend(jnp.concatenate([rotated, absorbed], axis=-1), k, k[..., :0], None)
             out = _by_head(out, value_maker, 2)
-        return linear(c.hidden_size, c.out_bias, axis=self.axis, share=self.share, name="o")(
-            out.reshape(*x.shape[:-1], -1)
-        )
+        last = linear(c.hidden_size, c.out_bias, axis=self.axis, share=self.share, name="o")
+        return (last.in_pieces if self.in_pieces else last)(out.reshape(*x.shape[:-1], -1))
 
 
 def _by_head(x: Array, kernel: Weight, contract: int) -> Array:

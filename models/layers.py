@@ -35,6 +35,7 @@ from jaxshare.models.decoder_layer import Layer, Sinks
 from jaxshare.models.linear import Embedding, Linear, Weight, dequantised, products
 from jaxshare.models.linear import product as product
 from jaxshare.models.norm import RMSNorm
+from jaxshare.models.residual import Residual, adds_late
 from jaxshare.rope import Rope
 from jaxshare.sharding import Axis, psum
 from jaxshare.softcap import soft_capped
@@ -225,6 +226,8 @@ class Decoder(nn.Module):
         x = without_padding(self._embed(tokens), real, self.implementation)
         if self.is_initializing():
             self._trunk(tokens, lambda layer, q, k, v, sinks: q)
+        if adds_late(self.config, self.implementation):
+            x = Residual(x)
         for i, form in enumerate(self.config.layer_forms):
             layer = Layer(self.config, self.axis, self.implementation, form, parent=None)
             params, adapters = self._variables_of(i, layout)
@@ -233,7 +236,11 @@ class Decoder(nn.Module):
                     layer, params, x, keys[i], values[i], plans[form], self.implementation, adapters
                 )
         cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
-        return self.norm(x), cache.advance(plan), plan
+        if isinstance(x, Residual):
+            _, x = x.normed(self.norm, self.config.residual_multiplier)
+        else:
+            x = self.norm(x)
+        return x, cache.advance(plan), plan
 
     def _variables_of(
         self, layer: int, layout: Layout
@@ -261,7 +268,7 @@ class Decoder(nn.Module):
     def _trunk(
         self, tokens: Int[Array | np.ndarray, "R T"], attend: Attend
     ) -> Float[Array, "R T M"]:
-        x = self._embed(tokens)
+        x: Any = self._embed(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, lambda q, k, v, sinks, i=i: attend(i, q, k, v, sinks))
         return self.norm(x)

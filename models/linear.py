@@ -32,6 +32,10 @@ _STRIP = 2**20
 _ALIGNED = 16
 """Outputs that are computed at once are a multiple of this."""
 
+_TILE = (64, 128)
+_STEP, _LEAST_PIECE, _MOST_PIECES = 32, 128, 16
+"""Tokens and outputs of a GPU's product that a multiprocessor makes at once, and inputs at a time;
+inputs of a piece of it at least; pieces at most."""
 _BACKENDS_OF_GPUS = ("mosaic_gpu", "triton")
 """The backends of attention whose passes use kernels for products too."""
 
@@ -94,6 +98,20 @@ class Linear(nn.Module):
     ) -> Float[Array, "..."]:
         (y,) = linears(x, [self], [adapters])
         return y
+
+    def in_pieces(
+        self, x: Float[Array, "... in"], adapters: RowAdapters | None = None
+    ) -> Float[Array, "P ... out"]:
+        """Returns products whose sum over P is the layer's output: with pieces of the kernel for few
+        tokens on a GPU, so that a sum that comes after it can be one with this one."""
+        kernel, bias = self.parameters(x.shape[-1])
+        if bias is not None or adapters is not None or self.share is not None:
+            return self(x, adapters)[None]
+        keep_inputs(self, "x", x)
+        if self.axis is None:
+            return _product_in_pieces(x, kernel, self.implementation)
+        (y,) = products(x, [kernel], jnp.float32, self.implementation)
+        return psum(y, self.axis)[None]
 
 
 class Embedding(nn.Module):
@@ -212,16 +230,50 @@ def _product_on_device(
 ) -> Array:
     """x @ kernel.T, of a quantised kernel on a GPU without its dequantised numbers in memory where
     that is served."""
-    backends = _gpu_backends(implementation)
-    if isinstance(kernel, QuantisedTensor) and backends:
-        from jaxshare.pallas.dense_products import gpu_dense_product
-
-        try:
-            found = gpu_dense_product(x.reshape(-1, x.shape[-1]), kernel, dtype, backends)
-            return found.reshape(*x.shape[:-1], -1)
-        except NotImplementedError:
-            pass
+    if isinstance(kernel, QuantisedTensor):
+        found = _quantised_product(x, kernel, dtype, implementation, in_pieces=False)
+        if found is not None:
+            return found
     return product(x, kernel).astype(dtype)
+
+
+def _quantised_product(
+    x: Array,
+    kernel: QuantisedTensor,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+    *,
+    in_pieces: bool,
+) -> Float[Array, "..."] | None:
+    """x @ kernel.T, or the pieces of it, by the kernels of GPUs; None where none serves it."""
+    if not (backends := _gpu_backends(implementation)):
+        return None
+    from jaxshare.pallas.dense_products import gpu_dense_pieces, gpu_dense_product
+
+    multiply = gpu_dense_pieces if in_pieces else gpu_dense_product
+    try:
+        found = multiply(x.reshape(-1, x.shape[-1]), kernel, dtype, backends)
+    except NotImplementedError:
+        return None
+    return found.reshape(*found.shape[:-2], *x.shape[:-1], -1)
+
+
+def _product_in_pieces(
+    x: Float[Array, "... in"], kernel: Weight, implementation: Implementation
+) -> Float[Array, "P ... out"]:
+    """The products with pieces of a kernel on a GPU: a single one in x's dtype, or several in
+    float32."""
+    if isinstance(kernel, QuantisedTensor):
+        found = _quantised_product(x, kernel, x.dtype, implementation, in_pieces=True)
+        return product(x, kernel).astype(x.dtype)[None] if found is None else found
+    rows = x.reshape(-1, x.shape[-1])
+    count = _pieces(len(rows), *kernel.shape)
+    if count == 1:
+        return product(x, kernel).astype(x.dtype)[None]
+    rows, kernel = rows.reshape(len(rows), count, -1), kernel.reshape(len(kernel), count, -1)
+    how = (((2,), (2,)), ((1,), (1,)))
+    found = lax.dot_general(rows, kernel, how, preferred_element_type=jnp.float32)
+    return found.reshape(count, *x.shape[:-1], -1)
 
 
 def product(x: Float[Array, "... in"], kernel: Weight) -> Float32[Array, "... out"]:
@@ -235,6 +287,24 @@ def product(x: Float[Array, "... in"], kernel: Weight) -> Float32[Array, "... ou
     rows = jnp.concatenate([flat, flat]) if is_doubled(flat.shape[0], x.dtype) else flat
     y = _by_strips(rows, kernel) if isinstance(kernel, QuantisedTensor) else _dot(rows, kernel)
     return y[: flat.shape[0]].reshape(*x.shape[:-1], -1)
+
+
+def _pieces(tokens: int, outputs: int, inputs: int) -> int:
+    """The number of pieces of its inputs in which a GPU makes a product: as many as give each
+    multiprocessor work, and none so small that its sum takes longer. XLA splits such products alike,
+    and adds the pieces in a kernel of its own."""
+    device = current_device()
+    if device is None:
+        return 1
+    tiles, pieces = -(-tokens // _TILE[0]) * -(-outputs // _TILE[1]), 1
+    while (
+        2 * tiles * pieces < 3 * device.multiprocessors
+        and inputs % (2 * pieces * _STEP) == 0
+        and inputs >= 2 * pieces * _LEAST_PIECE
+        and pieces < _MOST_PIECES
+    ):
+        pieces *= 2
+    return pieces
 
 
 def is_doubled(rows: int, dtype: jax.typing.DTypeLike) -> bool:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 
 from jaxshare import cpu
 from jaxshare.cpu import Implementation
+from jaxshare.pallas.device import current_device
 from jaxshare.sharding import Axis
 
 
@@ -29,9 +30,13 @@ class RMSNorm(nn.Module):
     axis: Axis | None = None
 
     @nn.compact
-    def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
+    def scale(self, width: int) -> Float[Array, " M"]:
+        """The factors of so many entries."""
         init = nn.initializers.zeros if self.adds_one else nn.initializers.ones
-        scale = self.param("scale", init, (x.shape[-1],))
+        return self.param("scale", init, (width,))
+
+    def __call__(self, x: Float[Array, "... M"]) -> Float[Array, "... M"]:
+        scale = self.scale(x.shape[-1])
         plain = not self.adds_one and self.axis is None
         found = cpu.rms_norm(x, scale, self.eps, self.implementation) if plain else None
         if found is not None:
@@ -43,3 +48,23 @@ class RMSNorm(nn.Module):
         if self.adds_one:
             return (wide * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
         return scale.astype(x.dtype) * wide.astype(x.dtype)
+
+    def of_sum(
+        self, x: Float[Array, "... M"], pieces: Float[Array, "P ... M"], multiplier: float
+    ) -> tuple[Float[Array, "... M"], Float[Array, "... M"]]:
+        """Returns x plus `multiplier` times the sum of pieces, and the norm of that, on a GPU that
+        JAX lowers Triton's kernels for."""
+        from jaxshare.pallas.residual_triton import add_and_normalise
+
+        device, width = current_device(), x.shape[-1]
+        assert device is not None and self.axis is None
+        total, normed = add_and_normalise(
+            x.reshape(-1, width),
+            pieces.reshape(pieces.shape[0], -1, width),
+            self.scale(width),
+            self.eps,
+            device,
+            multiplier=multiplier,
+            adds_one=self.adds_one,
+        )
+        return total.reshape(x.shape), normed.reshape(x.shape)

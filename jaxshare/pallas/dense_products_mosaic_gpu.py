@@ -57,10 +57,10 @@ class _SlotBarriers(NamedTuple):
     free: Any
 
 
-def mosaic_dense_product(
+def mosaic_dense_pieces(
     x: Float[Array, "N I"], kernel: QuantisedTensor, dtype: DTypeLike
-) -> Float[Array, "N O"]:
-    """x @ kernel.T with float32 sums, rounded to `dtype`. Not differentiable.
+) -> Float[Array, "P N O"]:
+    """Products as those of `jaxshare.pallas.dense_products.gpu_dense_pieces`.
 
     Raises:
       NotImplementedError: no such GPU, dtype, format or shape.
@@ -70,8 +70,7 @@ def mosaic_dense_product(
     check_served(device, form, kernel)
     rows, outputs = x.shape[0], kernel.shape[0]
     tiles = choose_product_tiles(rows, outputs, form, kernel.codes.shape[1], device)
-    found = _products(kernel.ordered(x), form, arrays, tiles, jnp.dtype(dtype), device)
-    return found[0] if tiles.pieces == 1 else jnp.sum(found, axis=0).astype(dtype)
+    return _products(kernel.ordered(x), form, arrays, tiles, jnp.dtype(dtype), device)
 
 
 def check_served(device: Device, form: MatrixForm, kernel: QuantisedTensor) -> None:

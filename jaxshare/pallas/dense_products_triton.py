@@ -4,7 +4,7 @@ GPUs from Ampere on.
 XLA writes a matrix's dequantised numbers to memory before it multiplies. Here codes are read as
 they are kept, and become numbers in registers. A program multiplies a block of rows with a tile of
 outputs, over all inputs, or for few rows over a piece of them, so that all multiprocessors have
-work; sums of pieces are added by XLA.
+work.
 
 Codes of int8, int4 and FP8 are exact in the rows' dtype. Where a group of inputs has at least 64 of
 these, what is multiplied is codes less their zeros, and the sums of a group are scaled, in float32:
@@ -48,10 +48,10 @@ _WARPS = 12
 enough."""
 
 
-def triton_dense_product(
+def triton_dense_pieces(
     x: Float[Array, "N I"], kernel: QuantisedTensor, dtype: DTypeLike
-) -> Float[Array, "N O"]:
-    """x @ kernel.T with float32 sums, rounded to `dtype`. Not differentiable.
+) -> Float[Array, "P N O"]:
+    """Products as those of `jaxshare.pallas.dense_products.gpu_dense_pieces`.
 
     Raises:
       NotImplementedError: no such GPU or dtype, arrays that are too large, or a JAX without Triton.
@@ -61,8 +61,7 @@ def triton_dense_product(
     outputs, rows = kernel.shape[0], x.shape[0]
     form, arrays = in_arrays(kernel)
     tiles = choose_tiles(rows, outputs, form, kernel.codes.shape[1], device)
-    found = _products(kernel.ordered(x), form, arrays, tiles, jnp.dtype(dtype), device)
-    return found if tiles.pieces == 1 else jnp.sum(found, axis=0).astype(dtype)
+    return _products(kernel.ordered(x), form, arrays, tiles, jnp.dtype(dtype), device)
 
 
 class DenseTiles(NamedTuple):
@@ -105,8 +104,8 @@ def _products(
     tiles: DenseTiles,
     dtype: jnp.dtype,
     device: Device,
-) -> Float[Array, "..."]:
-    """The products [N, O], or where there are several pieces float32[P, N, O]."""
+) -> Float[Array, "P N O"]:
+    """The products with pieces: a single one of this dtype, or several in float32."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
@@ -115,7 +114,7 @@ def _products(
     # The interpreter writes all that a mask leaves out back, so it needs places for that.
     whole = (blocks[1] * tiles.rows, blocks[0] * tiles.outputs)
     shape = whole if device.interpret else (rows, outputs)
-    found = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(
             _kernel, form=form, tiles=tiles, shape=(rows, outputs), interpret=device.interpret
         ),
@@ -127,7 +126,6 @@ def _products(
         interpret=device.interpret,
         name="dense_products",
     )(x, *arrays)[:, :rows, :outputs]
-    return found[0] if tiles.pieces == 1 else found
 
 
 def _kernel(

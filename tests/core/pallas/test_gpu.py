@@ -30,6 +30,7 @@ from tests.core.pallas import interpreted, products
 from tests.core.pallas import test_append_triton as appends
 from tests.core.pallas import test_codes as codes_interpreted
 from tests.core.pallas import test_expert_products as experts
+from tests.core.pallas import test_residual_triton as residual
 
 Heads = cases.Heads
 
@@ -172,6 +173,17 @@ def test_appends(gpu, format):
             appends.check(shape, some, gpu)
         else:
             appends.check_codes(format, shape, some, gpu)
+
+
+@pytest.mark.parametrize("dtype", residual.ROUNDING)
+@pytest.mark.parametrize(
+    ("tokens", "width", "pieces"), [(1, 64, 1), (64, 4096, 8), (3, 2880, 16), (2048, 8192, 1)]
+)
+def test_sums_and_their_norms(gpu, tokens, width, pieces, dtype):
+    if not lowers_triton(gpu):
+        pytest.skip(f"{gpu.kind} is not from Ampere on")
+    given = residual.inputs(tokens, width, pieces, dtype, "float32", secrets.randbelow(2**31))
+    residual.check(gpu, *given)
 
 
 def test_the_same_answer_every_time(gpu):

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxshare.decoding import truncation
+from jaxshare.models import residual
 from jaxshare.pallas import block_attention_mosaic_gpu
 from jaxshare.pallas.dense_products import gpu_dense_product
 from jaxshare.pallas.device import H200, assume_device
@@ -164,10 +165,11 @@ def test_a_decode_step_on_several_devices_lowers_for_cuda(spread, monkeypatch):
     """Each device runs the kernels on its part.
 
     `make gpu-compile` counts what they send. Triton lowers only for a described device, and the
-    mesh takes the place of the description: sampling and appends are XLA's here.
+    mesh takes the place of the description: sampling, appends, sums and norms are XLA's here.
     """
     monkeypatch.setattr(truncation, "draws_on", lambda _: None)
-    monkeypatch.setattr(block_attention_mosaic_gpu, "lowers_triton", lambda _: False)
+    for user in (block_attention_mosaic_gpu, residual):
+        monkeypatch.setattr(user, "lowers_triton", lambda _: False)
     config = dataclasses.replace(programs.MODEL, num_layers=1)
     mesh = spread.mesh(jax.devices()[: spread.tensor * spread.kv])
     decoding = programs.decoding(

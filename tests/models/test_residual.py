@@ -1,0 +1,129 @@
+"""Passes in which the kernel that normalises a sum adds a layer's output too, interpreted on the
+CPU, against the logits of transformers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxshare import models
+from jaxshare.cache import KVCache
+from jaxshare.layout import Layout
+from jaxshare.models.layers import Decoder, forward
+from jaxshare.models.linear import Linear
+from jaxshare.models.tensor_parallel import ShardedDecoder, fit, shard_params
+from jaxshare.pallas.device import Device, assume_device
+from jaxshare.sharding import make_mesh
+from tests.helpers import mostly_slow
+from tests.models.test_parity import CASES, FOLDER, TOLERANCE, context
+
+GPU = Device("interpreted", 90, 3, interpret=True)
+IMPLEMENTATION = ("xla", "triton")
+"""Attention is XLA's, and products and norms are a GPU's."""
+TOKENS = 12
+LATE = [
+    "llama_mqa_linear_biases",
+    "granite_gqa_tied",
+    "deepseek_v3_experts",
+    "gpt_oss_gqa_sharded",
+]
+"""Biases, a multiplier, latents, experts, and layers of both forms."""
+AT_ONCE = "gemma2_gqa_softcaps"
+"""Its norms come between a part's output and the sum."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+@functools.cache
+def loaded(case: str) -> tuple[models.LoadedModel, np.ndarray, np.ndarray]:
+    """A model, tokens, and the logits that transformers has for them."""
+    model = models.load(FOLDER / case, dtype="float32").for_context(context(case))
+    with np.load(FOLDER / case / "expected.npz") as expected:
+        return model, expected["tokens"][:TOKENS], expected["logits"][:TOKENS]
+
+
+def passes(config, params, tokens, module=None, mesh=None):
+    """The logits of all tokens, in two passes, beside a row that has none."""
+    cache = KVCache.create(config, [TOKENS, 4], jnp.float32, mesh=mesh)
+    layout, width, found = Layout.from_blocks([[0], [1]]), TOKENS // 2, []
+    for part in np.split(tokens, 2):
+        rows, count = [part, np.zeros_like(part)], [width, 0]
+        logits, cache = forward(
+            config, params, rows, count, cache, layout, every=True, module=module
+        )
+        found.append(np.asarray(logits[0]))
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize(
+    "case", [*LATE, AT_ONCE, *mostly_slow([c for c in CASES if c not in (*LATE, AT_ONCE)], 0)]
+)
+def test_logits_are_those_of_transformers(case):
+    model, tokens, expected = loaded(case)
+    module = Decoder(model.config, IMPLEMENTATION)
+    with assume_device(GPU):
+        found = passes(model.config, model.params, tokens, module)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tensor", [2])
+def test_devices_of_a_mesh_add_their_sum_late(tensor):
+    model, tokens, expected = loaded("llama_mha")
+    mesh = make_mesh(tensor=tensor)
+    config = fit(model.config, mesh)
+    params = shard_params(model.params, model.config, mesh)
+    with assume_device(GPU):
+        module = ShardedDecoder(config, mesh, IMPLEMENTATION)
+        found = passes(config, params, tokens, module, mesh)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+def kernels(model: models.LoadedModel, implementation) -> int:
+    """The kernels that add and normalise in one pass of one token."""
+    cache = KVCache.create(model.config, [4], jnp.float32)
+    module = Decoder(model.config, implementation)
+    arguments = [[1]], [1], cache, Layout.from_blocks([[0]])
+    with assume_device(GPU):
+        traced = jax.make_jaxpr(module.apply)(
+            model.params, *map(jnp.asarray, arguments[:2]), *arguments[2:]
+        )
+    return str(traced).count("name=add_and_normalise")
+
+
+def test_one_kernel_follows_each_sum():
+    """Of two a layer the first has nothing to add; the last is the model's norm."""
+    model, *_ = loaded("llama_mha")
+    layers = model.config.num_layers
+    # A layer is traced once for all that are given the same.
+    assert layers > 1 and kernels(model, IMPLEMENTATION) == 1 + 2 + 1
+    assert kernels(model, "xla") == 0
+    assert kernels(loaded(AT_ONCE)[0], IMPLEMENTATION) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs", "pieces"),
+    [
+        (3, 1024, 64, 8),
+        (64, 4096, 96, 8),
+        (1, 352, 32, 1),
+        (1, 384, 32, 2),
+        (4096, 512, 32, 1),
+        (2, 255, 32, 1),
+    ],
+)
+def test_products_are_the_sums_of_their_pieces(tokens, inputs, outputs, pieces):
+    """As many as give three multiprocessors work, of 128 inputs or more, in whole steps of 32."""
+    rng = np.random.default_rng(inputs)
+    x, kernel = (
+        rng.standard_normal(shape, np.float32) for shape in ((tokens, inputs), (outputs, inputs))
+    )
+    apply = functools.partial(Linear(outputs).apply, method="in_pieces")
+    variables = {"params": {"kernel": jnp.asarray(kernel)}}
+    with assume_device(GPU):
+        found = np.asarray(jax.jit(apply)(variables, x))
+    assert found.shape == (pieces, tokens, outputs)
+    wide = x.astype(np.float64), kernel.astype(np.float64)
+    bound = 2**-22 * (np.abs(wide[0]) @ np.abs(wide[1]).T)
+    assert (np.abs(found.astype(np.float64).sum(0) - wide[0] @ wide[1].T) <= bound).all()
