@@ -19,6 +19,11 @@ from jaxshare.models.latent_attention import ExpandingAttend
 from jaxshare.models.residual import Residual, Stream
 from jaxshare.quantised_cache import Arena
 
+# Traced, and lowered, once for layers of all forms.
+_append_and_attend = jax.jit(
+    append_and_attend, static_argnames=("scale", "softcap", "implementation")
+)
+
 
 def without_padding(
     x: Float[Array, "R T *rest"], real: Bool[Array, "R T"], implementation: cpu.Implementation
@@ -57,7 +62,7 @@ def run_layer(
     ) -> Array:
         nonlocal keys, values
         more = {"sinks": sinks, "makers": makers, "implementation": implementation}
-        out, keys, values = append_and_attend(q, k, v, keys, values, plan, **how, **more)
+        out, keys, values = _append_and_attend(q, k, v, keys, values, plan, **how, **more)
         return without_padding(out, real, implementation)
 
     mla, given = config.mla, attend

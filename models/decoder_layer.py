@@ -154,9 +154,9 @@ class Layer(nn.Module):
         x = added(x, "attention", lambda x: attention(x, attend), own)
         if c.moe is None or not is_sparse:
             return added(x, "mlp", MLP(*how, late, name="mlp"))
-        experts = MixtureOfExperts(c.moe, self.axis, self.implementation, share, name="moe")
+        experts = MixtureOfExperts(c.moe, *how[1:], share, late, name="moe")
         kept = None if real is None else own(real)
-        x = added(x, "mlp", lambda x: experts(x, kept)[None] if late else experts(x, kept))
+        x = added(x, "mlp", lambda x: experts(x, kept))
         if share is None or isinstance(x, Residual):
             return x
         x = share.whole(x, shape)

@@ -33,17 +33,19 @@ class MixtureOfExperts(nn.Module):
       axis: the mesh axis over which experts, or their units, are split.
       implementation: of products.
       share: the tokens of this device, where they are divided; these are then x, in one dimension.
+      in_pieces: leave the output as a piece [1, ..., M] in float32, to be rounded by what adds it.
     """
 
     moe: MoE
     axis: Axis | None = None
     implementation: Implementation = "xla"
     share: TokenShare | None = None
+    in_pieces: bool = False
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "*tokens M"], real: Bool[Array, "*tokens"] | None = None
-    ) -> Float[Array, "*tokens M"]:
+    ) -> Float[Array, "..."]:
         """Computes the tokens that are `real`, by default all; the others give 0."""
         moe, rows = self.moe, x.reshape(-1, x.shape[-1])
         router = Linear(
@@ -68,7 +70,8 @@ class MixtureOfExperts(nn.Module):
         if moe.shared_size:
             once = EXPERT in moe.axes and self.share is None
             out = out + _once(self._shared(rows), EXPERT if once else None)
-        return psum(out, axis).astype(x.dtype).reshape(x.shape)
+        out = psum(out, axis)
+        return out.reshape(1, *x.shape) if self.in_pieces else out.astype(x.dtype).reshape(x.shape)
 
     def _held(
         self, x: Float[Array, "N M"], expert: Int32[Array, "N K"], weight: Float32[Array, "N K"]

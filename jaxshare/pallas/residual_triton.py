@@ -20,6 +20,7 @@ _ENTRIES, _MOST_WARPS = 8, 16
 """Of a row, in each thread; of a program."""
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "device", "multiplier", "adds_one"))
 def add_and_normalise(
     x: Float[Array, "N M"],
     pieces: Float[Array, "P N M"],

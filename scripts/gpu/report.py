@@ -201,10 +201,8 @@ def _goals_of_sampling(program: Mapping[str, Any]) -> list[Goal]:
 
 
 def _goals_of_cold(program: Mapping[str, Any]) -> list[Goal]:
-    """Kernels are lowered once for all layers, though not for all numbers of tokens a row."""
-    what = (
-        f"{program['backend']}, {program['name']}: kernels lowered for {program['layers']} layers"
-    )
+    """Attention's kernels are lowered once for all layers, though not for all numbers of tokens a row."""
+    what = f"{program['backend']}, {program['name']}: kernels of attention lowered for {program['layers']} layers"
     return [Goal(what, program["kernels"], 2 * OF_OURS, at_most=True)]
 
 
@@ -379,7 +377,14 @@ def _cold_text(results: Sequence[Mapping[str, Any]]) -> str:
         if r["error"] is None
     ]
     return table(
-        ("decode loop, processor seconds", "kernels lowered", "trace", "lower", "compile"), rows
+        (
+            "decode loop, processor seconds",
+            "attention's kernels lowered",
+            "trace",
+            "lower",
+            "compile",
+        ),
+        rows,
     )
 
 

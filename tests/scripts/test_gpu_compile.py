@@ -485,7 +485,7 @@ def test_goals_of_cold_starts():
     cold = {"backend": "triton", "name": "Llama", "error": None, "layers": 32, "kernels": 4}
     assert missed({"cold": [cold]}) == []
     assert missed({"cold": [{**cold, "kernels": 64}]}) == [
-        "triton, Llama: kernels lowered for 32 layers"
+        "triton, Llama: kernels of attention lowered for 32 layers"
     ]
 
 

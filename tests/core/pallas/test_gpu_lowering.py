@@ -203,8 +203,9 @@ with assume_device(H200):
     traced(1.0)
 calls = [line for line in text.splitlines() if re.search(rf"custom_call @\\S*{re.escape(TARGETS[backend])}", line)]
 made = len(re.findall(r"call @make_work", text))
-appends = sum('name = "append_and_gather"' in line for line in text.splitlines())
-print(len(traces), sum('name = "draw"' not in line for line in calls), made, appends)
+appends, sums = (sum(f'name = "{name}"' in line for line in text.splitlines()) for name in ("append_and_gather", "add_and_normalise"))
+others = [line for line in calls if 'name = "draw"' not in line and 'name = "add_and_normalise"' not in line]
+print(len(traces), len(others), made, appends, sums)
 """
 """Run in a process that has not imported what kernels are written with."""
 
@@ -221,8 +222,9 @@ def test_kernels_are_lowered_once_for_all_layers_and_nothing_is_traced_again(bac
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    # Attention and its merge; the work items of the pass; what appends, which is Triton's.
-    assert done.stdout.split() == ["1", "2", "1", "1" if backend == "mosaic_gpu" else "0"]
+    # Attention and its merge; the work items of the pass; what appends, which is Triton's; sums of
+    # as many pieces as attention's output has, and as the MLP's, and of these without the sum itself.
+    assert done.stdout.split() == ["1", "2", "1", "1" if backend == "mosaic_gpu" else "0", "3"]
 
 
 def test_what_is_compiled_covers_all_that_is_promised():
