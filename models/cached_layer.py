@@ -16,7 +16,7 @@ from jaxshare.attention.plan import Plan
 from jaxshare.models.adapters.low_rank import LayerAdapters, of_rows
 from jaxshare.models.decoder_layer import Layer
 from jaxshare.models.latent_attention import ExpandingAttend
-from jaxshare.models.residual import Residual, Stream
+from jaxshare.models.residual import Stream, shape_of
 from jaxshare.quantised_cache import Arena
 
 # Traced, and lowered, once for layers of all forms.
@@ -54,7 +54,7 @@ def run_layer(
 
     config = layer.config
     how = {"scale": config.scale, "softcap": config.attention_softcap}
-    width = (x.x if isinstance(x, Residual) else x).shape[1]
+    _, width, _ = shape_of(x)
     real = jnp.arange(width) < plan.count[:, None]
 
     def attend(

@@ -6,6 +6,7 @@ MLP dim.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jaxshare.models.latent_attention import LatentAttention
 from jaxshare.models.linear import Linear, projections
 from jaxshare.models.norm import RMSNorm
 from jaxshare.models.packed import GATE_UP, QKV, part_sizes
-from jaxshare.models.residual import Residual, Stream
+from jaxshare.models.residual import Groups, Residual, Stream, shape_of
 from jaxshare.sharding import Axis
 
 Sinks = Float[Array, " H"] | None
@@ -33,6 +34,12 @@ AttendInLayer = Callable[
 ]
 """(q, k, v, sinks) -> attention output; q and k are not rotated yet."""
 
+Tokens = Float[Array, "R T M"] | Groups
+"""What a part of a layer computes: all tokens of a pass, or groups of them."""
+
+Output = Float[Array, "..."] | tuple[Float[Array, "P R _ M"], ...]
+"""What it returns, of each group in pieces."""
+
 
 class Attention(nn.Module):
     """The projections around `attend`, which owns positions, masks and the cache.
@@ -42,20 +49,21 @@ class Attention(nn.Module):
       axis: the mesh axis over which heads are split.
       implementation: of products.
       share: the tokens whose output this device keeps, [S, M]; None for all.
-      in_pieces: leave the output as pieces to be summed (`Linear.in_pieces`).
     """
 
     config: ModelConfig
     axis: Axis | None = None
     implementation: Implementation = "xla"
     share: TokenShare | None = None
-    in_pieces: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "R T M"], attend: AttendInLayer) -> Float[Array, "..."]:
+    def __call__(self, x: Tokens, attend: AttendInLayer) -> Output:
+        """Returns [R, T, M], or [S, M]; of groups of tokens pieces to be summed
+        (`Linear.in_pieces`)."""
         c = self.config
         how = {"bias": c.qkv_bias, "implementation": self.implementation}
-        found = projections(self, x, QKV, part_sizes(c)[QKV], **how)
+        project = projections(self, QKV, part_sizes(c)[QKV], **how)
+        found = x.each(project) if isinstance(x, Groups) else project(x)
         norm = functools.partial(RMSNorm, c.norm_eps, self.implementation, c.norm_adds_one)
         if c.qk_norm_whole:
             # Where devices repeat kv heads, each counts as often as the others.
@@ -63,18 +71,19 @@ class Attention(nn.Module):
             found[:2] = whole(name="q_norm")(found[0]), whole(name="k_norm")(found[1])
         if c.qkv_clip:
             found = [jnp.clip(y, -c.qkv_clip, c.qkv_clip) for y in found]
-        q, k, v = (y.reshape(*x.shape[:-1], -1, c.head_dim) for y in found)
+        q, k, v = (y.reshape(*y.shape[:-1], -1, c.head_dim) for y in found)
         if c.qk_norm:
             q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)
         sinks = None
         if c.attention_sinks:
             sinks = self.param("sinks", nn.initializers.normal(), (c.num_heads,))
         out = attend(q, k, v, sinks)
+        out = out.reshape(*out.shape[:-2], c.num_heads * c.head_dim)
         how = {"axis": self.axis, "share": self.share, "implementation": self.implementation}
-        last = Linear(c.hidden_size, c.out_bias, **how, name="o")
-        return (last.in_pieces if self.in_pieces else last)(
-            out.reshape(*x.shape[:-1], c.num_heads * c.head_dim), adapter_of(self, "o")
-        )
+        last, adapter = Linear(c.hidden_size, c.out_bias, **how, name="o"), adapter_of(self, "o")
+        if not isinstance(x, Groups):
+            return last(out, adapter)
+        return tuple(last.in_pieces(each, adapter, x.turns) for each in x.split(out))
 
 
 class MLP(nn.Module):
@@ -84,22 +93,29 @@ class MLP(nn.Module):
       config: of the model, or of one device's part of it.
       axis: the mesh axis over which the MLP is split.
       implementation: of products.
-      in_pieces: leave the output as pieces to be summed (`Linear.in_pieces`).
     """
 
     config: ModelConfig
     axis: Axis | None = None
     implementation: Implementation = "xla"
-    in_pieces: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "R T M"]) -> Float[Array, "..."]:
+    def __call__(self, x: Tokens) -> Output:
+        """Returns [R, T, M]; of groups of tokens pieces to be summed (`Linear.in_pieces`)."""
         c = self.config
         how = {"bias": c.mlp_bias, "implementation": self.implementation}
-        gate, up = projections(self, x, GATE_UP, part_sizes(c)[GATE_UP], **how)
-        gate = nn.silu(gate) if c.activation == "silu" else nn.gelu(gate, approximate=True)
+        project = projections(self, GATE_UP, part_sizes(c)[GATE_UP], **how)
         last = Linear(c.hidden_size, axis=self.axis, name="down", **how)
-        return (last.in_pieces if self.in_pieces else last)(gate * up, adapter_of(self, "down"))
+        adapter = adapter_of(self, "down")
+
+        def hidden(x: Array) -> Array:
+            gate, up = project(x)
+            gate = nn.silu(gate) if c.activation == "silu" else nn.gelu(gate, approximate=True)
+            return gate * up
+
+        if not isinstance(x, Groups):
+            return last(hidden(x), adapter)
+        return tuple(last.in_pieces(hidden(each), adapter, x.turns) for each in x)
 
 
 class Layer(nn.Module):
@@ -129,35 +145,38 @@ class Layer(nn.Module):
         returns is of the form of what it is given."""
         c, how = self.config, (self.config, self.axis, self.implementation)
         is_sparse = c.moe is not None and self.form is not None and self.form.is_sparse
-        shape = (given.x if isinstance(given, Residual) else given).shape
+        shape = shape_of(given)
         share = TokenShare.of(c.moe, shape[0] * shape[1]) if is_sparse else None
         norm = functools.partial(RMSNorm, c.norm_eps, self.implementation, c.norm_adds_one)
-        late, times = isinstance(given, Residual) and share is None, c.residual_multiplier
+        late, times = isinstance(given, tuple) and share is None, c.residual_multiplier
 
         def added(
             x: Stream,
             name: str,
-            part: Callable[[Array], Array],
+            part: Callable[[Any], Any],
             kept: Callable[[Array], Array] = lambda x: x,
         ) -> Stream:
-            if isinstance(x, Residual):
-                total, inner = x.normed(norm(name=f"{name}_norm"), times)
-                return Residual(total, part(inner))
+            if isinstance(x, tuple):
+                groups = Groups(x, norm(name=f"{name}_norm"), times)
+                found = part(groups)
+                return tuple(map(Residual, groups.totals, found))
             inner = x if c.norm_placement == "post" else norm(name=f"{name}_norm")(x)
             out = part(inner)
             out = out if c.norm_placement == "pre" else norm(name=f"{name}_post_norm")(out)
             return kept(x) + (out if times == 1 else out * times)
 
-        attention = (LatentAttention if c.mla else Attention)(*how, share, late, name="attention")
+        attention = (LatentAttention if c.mla else Attention)(*how, share, name="attention")
         own = share.own if share else lambda x: x
-        x = given.whole(times) if isinstance(given, Residual) and not late else given
+        x = given[0].whole(times) if isinstance(given, tuple) and not late else given
         x = added(x, "attention", lambda x: attention(x, attend), own)
         if c.moe is None or not is_sparse:
-            return added(x, "mlp", MLP(*how, late, name="mlp"))
+            return added(x, "mlp", MLP(*how, name="mlp"))
         experts = MixtureOfExperts(c.moe, *how[1:], share, late, name="moe")
         kept = None if real is None else own(real)
-        x = added(x, "mlp", lambda x: experts(x, kept))
-        if share is None or isinstance(x, Residual):
+        x = added(
+            x, "mlp", lambda x: [experts(each, kept) for each in x] if late else experts(x, kept)
+        )
+        if share is None or isinstance(x, tuple):
             return x
         x = share.whole(x, shape)
-        return Residual(x) if isinstance(given, Residual) else x
+        return (Residual(x),) if isinstance(given, tuple) else x

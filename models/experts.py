@@ -148,7 +148,7 @@ class SharedExpert(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "N M"]) -> Float32[Array, "N M"]:
         how = {"bias": False, "implementation": self.implementation}
-        gate, up = projections(self, x, GATE_UP, {"gate": self.size, "up": self.size}, **how)
+        gate, up = projections(self, GATE_UP, {"gate": self.size, "up": self.size}, **how)(x)
         return Linear(x.shape[-1], dtype=jnp.float32, name="down", **how)(nn.silu(gate) * up)
 
 

@@ -24,6 +24,7 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.expert_parallel import TokenShare
 from jaxshare.models.linear import Linear, Weight, dequantised, is_doubled, linears
 from jaxshare.models.norm import RMSNorm
+from jaxshare.models.residual import Groups
 from jaxshare.sharding import Axis
 
 _NORM_EPS = 1e-6
@@ -57,20 +58,19 @@ class LatentAttention(nn.Module):
       axis: the mesh axis over which heads are split; each device makes the latents of all tokens.
       implementation: of products.
       share: the tokens whose output this device keeps, [S, M]; None for all.
-      in_pieces: leave the output as pieces to be summed (`Linear.in_pieces`).
     """
 
     config: ModelConfig
     axis: Axis | None = None
     implementation: Implementation = "xla"
     share: TokenShare | None = None
-    in_pieces: bool = False
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "R T M"], attend: Callable[..., Array]
-    ) -> Float[Array, "..."]:
-        c, m = self.config, self.config.mla
+        self, x: Float[Array, "R T M"] | Groups, attend: Callable[..., Array]
+    ) -> Float[Array, "..."] | tuple[Array]:
+        given, c, m = x, self.config, self.config.mla
+        (x,) = given if isinstance(given, Groups) else (given,)
         assert m is not None
         linear = functools.partial(Linear, implementation=self.implementation)
         norm = functools.partial(RMSNorm, _NORM_EPS, self.implementation)
@@ -101,7 +101,8 @@ class LatentAttention(nn.Module):
             out = attend(jnp.concatenate([rotated, absorbed], axis=-1), k, k[..., :0], None)
             out = _by_head(out, value_maker, 2)
         last = linear(c.hidden_size, c.out_bias, axis=self.axis, share=self.share, name="o")
-        return (last.in_pieces if self.in_pieces else last)(out.reshape(*x.shape[:-1], -1))
+        out = out.reshape(*x.shape[:-1], -1)
+        return (last.in_pieces(out, None, given.turns),) if isinstance(given, Groups) else last(out)
 
 
 def _by_head(x: Array, kernel: Weight, contract: int) -> Array:

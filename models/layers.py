@@ -35,7 +35,7 @@ from jaxshare.models.decoder_layer import Layer, Sinks
 from jaxshare.models.linear import Embedding, Linear, Weight, dequantised, products
 from jaxshare.models.linear import product as product
 from jaxshare.models.norm import RMSNorm
-from jaxshare.models.residual import Residual, adds_late
+from jaxshare.models.residual import as_stream
 from jaxshare.rope import Rope
 from jaxshare.sharding import Axis, psum
 from jaxshare.softcap import soft_capped
@@ -226,8 +226,7 @@ class Decoder(nn.Module):
         x = without_padding(self._embed(tokens), real, self.implementation)
         if self.is_initializing():
             self._trunk(tokens, lambda layer, q, k, v, sinks: q)
-        if adds_late(self.config, self.implementation):
-            x = Residual(x)
+        x = as_stream(x, self.config, self.axis, self.implementation)
         for i, form in enumerate(self.config.layer_forms):
             layer = Layer(self.config, self.axis, self.implementation, form, parent=None)
             params, adapters = self._variables_of(i, layout)
@@ -236,8 +235,9 @@ class Decoder(nn.Module):
                     layer, params, x, keys[i], values[i], plans[form], self.implementation, adapters
                 )
         cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
-        if isinstance(x, Residual):
-            _, x = x.normed(self.norm, self.config.residual_multiplier)
+        if isinstance(x, tuple):
+            times = self.config.residual_multiplier
+            x = jnp.concatenate([each.normed(self.norm, times)[1] for each in x], axis=1)
         else:
             x = self.norm(x)
         return x, cache.advance(plan), plan

@@ -100,10 +100,15 @@ class Linear(nn.Module):
         return y
 
     def in_pieces(
-        self, x: Float[Array, "... in"], adapters: RowAdapters | None = None
+        self, x: Float[Array, "... in"], adapters: RowAdapters | None, turns: "Turns"
     ) -> Float[Array, "P ... out"]:
         """Returns products whose sum over P is the layer's output: with pieces of the kernel for few
-        tokens on a GPU, so that a sum that comes after it can be one with this one."""
+        tokens on a GPU, so that a sum that comes after it can be one with this one.
+
+        Args:
+          x, adapters: of the call.
+          turns: of the group of tokens that x is.
+        """
         kernel, bias = self.parameters(x.shape[-1])
         if bias is not None or adapters is not None or self.share is not None:
             return self(x, adapters)[None]
@@ -111,7 +116,34 @@ class Linear(nn.Module):
         if self.axis is None:
             return _product_in_pieces(x, kernel, self.implementation)
         (y,) = products(x, [kernel], jnp.float32, self.implementation)
+        turns.end(y)
         return psum(y, self.axis)[None]
+
+
+class Turns:
+    """The order in which a device computes groups of tokens, so that one is computed while sums of
+    the other are sent. By itself XLA would make one product of both groups'.
+
+    Attributes:
+      last: products of the group before, for which the next one waits; none where there is a
+        single group.
+    """
+
+    def __init__(self, groups: int):
+        self._is_ordered = groups > 1
+        self.last: tuple[Array, ...] = ()
+
+    def apart(self, x: Array) -> Array:
+        """Returns what a group's product is computed from, so that XLA does not make it one with
+        those of the group before."""
+        if self.last:
+            x, self.last = lax.optimization_barrier((x, self.last))
+        return x
+
+    def end(self, *products: Array) -> None:
+        """Takes a group's last products, before they are sent."""
+        if self._is_ordered:
+            self.last = products
 
 
 class Embedding(nn.Module):
@@ -169,18 +201,16 @@ def linears(
 
 def projections(
     module: nn.Module,
-    x: Float[Array, "... in"],
     name: str,
     sizes: Mapping[str, int],
     *,
     bias: bool,
     implementation: Implementation,
-) -> list[Float[Array, "... _"]]:
-    """Applies a module's linear layers of the same input.
+) -> Callable[[Float[Array, "... in"]], list[Float[Array, "... _"]]]:
+    """Returns what applies a module's linear layers of the same input.
 
     Args:
       module: whose parameters are those of each part, or packed (`jaxshare.models.packed`).
-      x: the input.
       name: of the packed layer.
       sizes: the features of each part by its name.
       bias, implementation: see `Linear`.
@@ -191,10 +221,14 @@ def projections(
             Linear(size, bias, implementation=implementation, name=part)
             for part, size in sizes.items()
         ]
-        return linears(x, parts, adapters)
-    whole = Linear(sum(sizes.values()), bias, implementation=implementation, name=name)(x)
-    found = jnp.split(whole, [*itertools.accumulate(sizes.values())][:-1], axis=-1)
-    return [adapted(y, x, each) for y, each in zip(found, adapters, strict=True)]
+        return lambda x: linears(x, parts, adapters)
+    whole = Linear(sum(sizes.values()), bias, implementation=implementation, name=name)
+
+    def apply(x: Array) -> list[Array]:
+        found = jnp.split(whole(x), [*itertools.accumulate(sizes.values())][:-1], axis=-1)
+        return [adapted(y, x, each) for y, each in zip(found, adapters, strict=True)]
+
+    return apply
 
 
 def products(

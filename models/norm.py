@@ -50,10 +50,14 @@ class RMSNorm(nn.Module):
         return scale.astype(x.dtype) * wide.astype(x.dtype)
 
     def of_sum(
-        self, x: Float[Array, "... M"], pieces: Float[Array, "P ... M"], multiplier: float
+        self,
+        x: Float[Array, "... M"],
+        pieces: Float[Array, "P ... M"],
+        multiplier: float,
+        after: tuple[Array, ...] = (),
     ) -> tuple[Float[Array, "... M"], Float[Array, "... M"]]:
         """Returns x plus `multiplier` times the sum of pieces, and the norm of that, on a GPU that
-        JAX lowers Triton's kernels for."""
+        JAX lowers Triton's kernels for; computed once `after` is there."""
         from jaxshare.pallas.residual_triton import add_and_normalise
 
         device, width = current_device(), x.shape[-1]
@@ -66,5 +70,6 @@ class RMSNorm(nn.Module):
             device,
             multiplier=multiplier,
             adds_one=self.adds_one,
+            after=after,
         )
         return total.reshape(x.shape), normed.reshape(x.shape)

@@ -30,6 +30,7 @@ def add_and_normalise(
     *,
     multiplier: float = 1.0,
     adds_one: bool = False,
+    after: tuple[Array, ...] = (),
 ) -> tuple[Float[Array, "N M"], Float[Array, "N M"]]:
     """Returns x plus the sum of pieces, and the RMSNorm of that.
 
@@ -44,6 +45,7 @@ def add_and_normalise(
       device: the GPU, for which `lowers_triton` is true.
       multiplier: the pieces count so many times.
       adds_one: the norm is multiplied by 1 + scale, and rounded after it.
+      after: is not read; the kernel waits for it.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
@@ -58,16 +60,14 @@ def add_and_normalise(
         compiler_params=plt.CompilerParams(num_warps=min(max(warps, 1), _MOST_WARPS), num_stages=1),
         interpret=device.interpret,
         name="add_and_normalise",
-    )(x, pieces, scale)
+    )(x, pieces, scale, *after)
 
 
 def _kernel(
     x_ref: Any,
     pieces_ref: Any,
     scale_ref: Any,
-    sum_ref: Any,
-    normed_ref: Any,
-    *,
+    *refs: Any,
     eps: float,
     multiplier: float,
     adds_one: bool,
@@ -75,6 +75,7 @@ def _kernel(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plt
 
+    sum_ref, normed_ref = refs[-2:]
     row, width, dtype = pl.program_id(0), x_ref.shape[1], x_ref.dtype
     # Triton computes with powers of two.
     columns = jnp.arange(pl.next_power_of_2(width))

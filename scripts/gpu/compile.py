@@ -40,7 +40,18 @@ from scripts.gpu.targets import HOPPER, TARGETS, Target
 
 BACKENDS = ("mosaic_gpu", "triton", "xla")
 """XLA's kernels are its own affair, so its backend is looked at in decode steps alone."""
-PARTS = ("kernels", "steps", "devices", "plan", "experts", "sampling", "cold", "quantised", "codes")
+PARTS = (
+    "kernels",
+    "steps",
+    "devices",
+    "prompts",
+    "plan",
+    "experts",
+    "sampling",
+    "cold",
+    "quantised",
+    "codes",
+)
 ANYWHERE = ("kernels", "steps", "sampling", "codes")
 """The parts for any GPU; the others have predictions and numbers of the H200 in them."""
 
@@ -169,6 +180,7 @@ def compile_all(compiler: Compiler, options: Options, results: Results) -> None:
         kernel_tasks,
         step_tasks,
         device_tasks,
+        prompt_tasks,
         plan_tasks,
         expert_tasks,
         sampling_tasks,
@@ -271,6 +283,18 @@ def device_tasks(compiler: Compiler, options: Options, programs: Any) -> Iterato
                 *compiled_step(compiler, programs.decoding(step, backend, mesh=mesh))
             ),
         )
+
+
+def prompt_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]:
+    """Passes over prompts on eight devices."""
+    from scripts.gpu import prompts
+
+    if prompts.BACKEND in options.backends:
+        for tokens in prompts.PROMPTS:
+            yield (
+                prompts.describe(tokens),
+                lambda tokens=tokens: prompts.compiled(compiler, tokens),
+            )
 
 
 def plan_tasks(compiler: Compiler, _: Options, programs: Any) -> Iterator[Task]:

@@ -375,7 +375,7 @@ def decoding(
 ) -> Decoding:
     """The loop of `jaxshare.decode` with bfloat16 weights and cache, which may approximate, over a
     mesh if there is one."""
-    model, params = _model(config, backend, mesh)
+    model, params = model_on(config, backend, mesh)
     listed, capacities = arranged(step.rows, step.blocks, history=history, own=step.own)
     cache = shapes_on(mesh, model.config, capacities, jnp.bfloat16, approximate)
     # A state is made of real arrays, so it gets a small cache first.
@@ -414,7 +414,7 @@ def decoding(
     )
 
 
-def _model(
+def model_on(
     config: ModelConfig, backend: str | tuple[str, ...], mesh: Mesh | None
 ) -> tuple[Decoder | ShardedDecoder, Any]:
     """(the model, the shapes of its parameters), as they lie on a mesh if there is one."""

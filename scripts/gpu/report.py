@@ -7,6 +7,7 @@ from typing import Any
 from scripts.bench.lib import Goal, table
 from scripts.gpu.expert_report import experts_text, goals_of_experts
 from scripts.gpu.listings import PRODUCTS
+from scripts.gpu.prompt_report import goals_of_prompts, prompts_text
 from scripts.gpu.quantised_report import goals_of_quantised, quantised_text
 from scripts.gpu.targets import HOPPER, Target
 
@@ -46,20 +47,24 @@ def all_goals(
     backend has declined, has no numbers of its own."""
     declined = _declined(results.values())
     results = {part: _not_declined(found) for part, found in results.items()}
-    kernels, steps, devices, experts, sampling, cold, quantised = (
+    kernels, steps, devices, prompts, experts, sampling, cold, quantised = (
         results.get(part, [])
-        for part in ("kernels", "steps", "devices", "experts", "sampling", "cold", "quantised")
+        for part in (
+            *("kernels", "steps", "devices", "prompts"),
+            *("experts", "sampling", "cold", "quantised"),
+        )
     )
     coded, coded_steps = _coded(results)
     kernels, steps = [*kernels, *coded], [*steps, *coded_steps]
     compiled = [step for step in (*steps, *devices) if step["error"] is None]
     return [
-        *_goals_of_compiling((*kernels, *steps, *devices, *experts, *cold, *quantised)),
+        *_goals_of_compiling((*kernels, *steps, *devices, *prompts, *experts, *cold, *quantised)),
         *_goals_of_serving(declined, results, target),
         *_goals_of_kernels((*kernels, *devices, *quantised), target.shared[0]),
         *_goals_of_plans(results.get("plan")),
         *(goal for step in compiled for goal in _goals_of_memory(step)),
         *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
+        *(goal for one in prompts if one["error"] is None for goal in goals_of_prompts(one)),
         *(goal for program in sampling for goal in _goals_of_host(program)),
         *(goal for one in sampling for goal in _goals_of_sampling(one)),
         *(goal for step in cold if step["error"] is None for goal in _goals_of_cold(step)),
@@ -255,6 +260,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         "kernels": _kernels_text,
         "steps": _steps_text,
         "devices": _devices_text,
+        "prompts": prompts_text,
         "plan": _plan_text,
         "experts": experts_text,
         "sampling": _sampling_text,

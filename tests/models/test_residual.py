@@ -11,8 +11,9 @@ import pytest
 from jaxshare import models
 from jaxshare.cache import KVCache
 from jaxshare.layout import Layout
+from jaxshare.models import residual
 from jaxshare.models.layers import Decoder, forward
-from jaxshare.models.linear import Linear
+from jaxshare.models.linear import Linear, Turns
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit, shard_params
 from jaxshare.pallas.device import Device, assume_device
 from jaxshare.sharding import make_mesh
@@ -68,26 +69,46 @@ def test_logits_are_those_of_transformers(case):
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("tensor", [2])
-def test_devices_of_a_mesh_add_their_sum_late(tensor):
-    model, tokens, expected = loaded("llama_mha")
+def on_mesh(case: str, tensor: int):
+    """The logits of a model whose heads are split, those of transformers, and what counts kernels in
+    a pass of some tokens."""
+    model, tokens, expected = loaded(case)
     mesh = make_mesh(tensor=tensor)
     config = fit(model.config, mesh)
     params = shard_params(model.params, model.config, mesh)
+    module = ShardedDecoder(config, mesh, IMPLEMENTATION)
     with assume_device(GPU):
-        module = ShardedDecoder(config, mesh, IMPLEMENTATION)
         found = passes(config, params, tokens, module, mesh)
+    return found, expected, lambda width: kernels(config, params, module, width, mesh)
+
+
+def test_devices_of_a_mesh_add_their_sum_late():
+    found, expected, counted = on_mesh("llama_mha", 2)
     np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+    assert counted(6) == 2 * loaded("llama_mha")[0].config.num_layers
 
 
-def kernels(model: models.LoadedModel, implementation) -> int:
-    """The kernels that add and normalise in one pass of one token."""
-    cache = KVCache.create(model.config, [4], jnp.float32)
-    module = Decoder(model.config, implementation)
-    arguments = [[1]], [1], cache, Layout.from_blocks([[0]])
+@pytest.mark.parametrize(
+    ("case", "tensor"),
+    mostly_slow([("qwen3_gqa_tied", 2), ("qwen2_gqa", 2), ("granite_gqa_tied", 4)], several=True),
+)
+def test_long_passes_over_a_mesh_are_computed_in_two_groups(case, tensor, monkeypatch):
+    """Norms of heads, biases, and a multiplier; each row's first tokens, then the others."""
+    monkeypatch.setattr(residual, "_GROUP", 6)  # of two rows with three tokens each
+    found, expected, counted = on_mesh(case, tensor)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+    sums = 2 * loaded(case)[0].config.num_layers
+    # Passes of fewer tokens have one group, and so have those that cannot be halved.
+    assert [counted(width) for width in (4, 6, 7, 8)] == [sums, 2 * sums, sums, 2 * sums]
+
+
+def kernels(config, params, module, width: int = 1, mesh=None) -> int:
+    """The kernels that add and normalise in one pass of so many tokens of two rows."""
+    cache = KVCache.create(config, [8, 8], jnp.float32, mesh=mesh)
+    tokens, count = jnp.ones((2, width), jnp.int32), jnp.full(2, width, jnp.int32)
     with assume_device(GPU):
         traced = jax.make_jaxpr(module.apply)(
-            model.params, *map(jnp.asarray, arguments[:2]), *arguments[2:]
+            params, tokens, count, cache, Layout.from_blocks([[0], [1]])
         )
     return calls(traced.jaxpr, "add_and_normalise")
 
@@ -109,9 +130,11 @@ def test_one_kernel_follows_each_sum():
     """The first norm has nothing to add, and the model's norm comes after the last sum."""
     model, *_ = loaded("llama_mha")
     assert model.config.num_layers > 1
-    assert kernels(model, IMPLEMENTATION) == 2 * model.config.num_layers
-    assert kernels(model, "xla") == 0
-    assert kernels(loaded(AT_ONCE)[0], IMPLEMENTATION) == 0
+    for implementation, expected in ((IMPLEMENTATION, 2 * model.config.num_layers), ("xla", 0)):
+        module = Decoder(model.config, implementation)
+        assert kernels(model.config, model.params, module) == expected
+    model, *_ = loaded(AT_ONCE)
+    assert kernels(model.config, model.params, Decoder(model.config, IMPLEMENTATION)) == 0
 
 
 @pytest.mark.parametrize(
@@ -134,7 +157,7 @@ def test_products_are_the_sums_of_their_pieces(tokens, inputs, outputs, pieces):
     apply = functools.partial(Linear(outputs).apply, method="in_pieces")
     variables = {"params": {"kernel": jnp.asarray(kernel)}}
     with assume_device(GPU):
-        found = np.asarray(jax.jit(apply)(variables, x))
+        found = np.asarray(jax.jit(lambda p, x: apply(p, x, None, Turns(1)))(variables, x))
     assert found.shape == (pieces, tokens, outputs)
     wide = x.astype(np.float64), kernel.astype(np.float64)
     bound = 2**-22 * (np.abs(wide[0]) @ np.abs(wide[1]).T)

@@ -1,6 +1,7 @@
 """The check that compiles for a GPU where none is: what it refuses, how it reads what compilers
 write, and a run where its packages are."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import json
@@ -16,7 +17,16 @@ import pytest
 
 from jaxshare.pallas.tiles import shared_memory
 from scripts.gpu import compile as check
-from scripts.gpu import compiler, listings, numbers, programs, targets, thunks
+from scripts.gpu import (
+    compiler,
+    listings,
+    numbers,
+    programs,
+    prompt_report,
+    prompts,
+    targets,
+    thunks,
+)
 from scripts.gpu import hlo as xla_text
 from scripts.gpu import results as kept
 from tests.helpers import TINY
@@ -123,7 +133,7 @@ def test_it_takes_the_first_ptxas_that_is_new_enough(monkeypatch, no_ptxas, tmp_
     "arguments, names",
     [
         (["--backends", "cudnn"], ["--backends", "'cudnn'", "mosaic_gpu, triton, xla"]),
-        (["--parts", "kernels,speed"], ["--parts", "'speed'", "kernels, steps, devices, plan"]),
+        (["--parts", "kernels,speed"], ["--parts", "'speed'", "kernels, steps, devices, prompts"]),
         (["--output", "/no/such/folder/file.json"], ["--output", "a folder that exists"]),
         (["--target", "v100"], ["--target", "'v100'", "h200", "b200", "a100"]),
         (["--target", "b200", "--parts", "cold"], ["--parts", "'cold'", "b200", "kernels, steps"]),
@@ -489,6 +499,43 @@ def test_goals_of_cold_starts():
     ]
 
 
+BESIDE = """
+  %gemm_fusion_dot.1 = f32[64,512] fusion(%p), metadata={op_name="layers_1/attention/o.in_pieces/dot_general"}
+  %sum-start.1 = (f32[64,512], f32[64,512]) all-reduce-start(%gemm_fusion_dot.1), metadata={op_name="layers_1/attention/o.in_pieces/psum"}
+  %gemm_fusion_dot.2 = bf16[2,64,256] fusion(%p), metadata={op_name="layers_1/mlp/dot_general"}
+  %loop_multiply_fusion = bf16[64,256] fusion(%gemm_fusion_dot.2), kind=kLoop
+  %gemm_fusion_dot.3 = f32[64,512] fusion(%p), metadata={op_name="layers_1/mlp/down.in_pieces/dot_general"}
+  %sum-done.1 = f32[64,512] all-reduce-done(%sum-start.1)
+  %gemm_fusion_dot.4 = f32[64,512] fusion(%p)
+  %sum-start.2 = (f32[64,512], f32[64,512]) all-reduce-start(%gemm_fusion_dot.4), metadata={op_name="layers_0/mlp/down.in_pieces/psum"}
+  %sum-done.2 = f32[64,512] all-reduce-done(%sum-start.2)
+  %psum.7 = f32[64,512] all-reduce(%gemm_fusion_dot.4), metadata={op_name="layers_1/mlp/down.in_pieces/psum"}
+"""
+
+
+def test_products_beside_what_is_sent():
+    first, second = prompts.sums_of_layer(BESIDE.strip().splitlines())
+    assert [line.partition(" =")[0].strip() for line in first.beside] == [
+        *("%gemm_fusion_dot.2", "%gemm_fusion_dot.3")
+    ]
+    assert second.beside == ()
+    config = dataclasses.replace(prompts.MODEL, hidden_size=512, intermediate_size=2048)
+    found = prompts.sum_numbers(first, config)
+    assert (found["of"], found["bytes"], found["products"]) == ("attention", 64 * 512 * 4, 2)
+    # A product in two pieces of the inputs, all of which are 512, and one of an eighth of 2,048.
+    flops = 2 * 64 * 256 * 512 + 2 * 64 * 512 * 256
+    assert found["product_seconds"] == pytest.approx(flops / 989e12 / 0.72)
+    assert found["sending_seconds"] == pytest.approx(2 * 7 / 8 * 64 * 512 * 4 / 450e9 + 12e-6)
+    prompt = {"backend": "mosaic_gpu", "name": "a prompt", "error": None, "spill_bytes": 0}
+    sums = [found, prompts.sum_numbers(second, config)]
+    assert missed({"prompts": [{**prompt, "sums": sums[:1]}]}) == []
+    assert missed({"prompts": [{**prompt, "sums": sums}]}) == [
+        "mosaic_gpu, a prompt: sums of a layer without a product beside them"
+    ]
+    hidden = found["product_seconds"] / 2 / found["sending_seconds"]
+    assert prompt_report.hidden({"sums": sums}) == pytest.approx(hidden)
+
+
 def test_goals_of_sampling():
     host = {"graphs": 1, "waits": 0, "alone": 0, "in_graphs": 6}
     draw = {"name": "top-k", "error": None, "host": host, "kernels": KERNELS["kernels"]}
@@ -781,10 +828,25 @@ def test_a_decode_step_on_four_devices():
         # A quarter of the heads, or half the heads and half the tokens: 73,728 tokens of 8 kv
         # heads, keys and values in bfloat16.
         assert step["layer_bytes"] == 73728 * 8 * 128 * 2 * 2 // 4
-        # Attention's two, and the thresholds of a draw whose logits are spread over devices.
+        # Attention's two, sums with their norms, and the thresholds of a draw whose logits are
+        # spread over devices.
         assert {kernel["name"]: kernel["maker"] for kernel in step["kernels"]} == dict.fromkeys(
-            ("block_attention", "merge_pieces", "truncation_bounds"), "triton"
+            ("block_attention", "merge_pieces", "add_and_normalise", "truncation_bounds"), "triton"
         )
+
+
+@compiles
+@pytest.mark.slow
+def test_a_prompt_on_eight_devices_is_sent_beside_products():
+    done = run(
+        "-m", "scripts.gpu.compile", "--backends", "mosaic_gpu", "--parts", "prompts", "--json"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for prompt in json.loads(done.stdout)["prompts"]:
+        # Of each half of the tokens after attention and after the MLP, in float32.
+        assert [each["of"] for each in prompt["sums"]] == ["attention", "attention", "MLP", "MLP"]
+        assert {each["bytes"] for each in prompt["sums"]} == {prompt["tokens"] // 2 * 8192 * 4}
+        assert all(each["products"] for each in prompt["sums"])
 
 
 COMPILED = """
