@@ -349,6 +349,14 @@ def cache_with(
     return KVCache(*((a,) for a in arenas), *numbers, faults=jnp.zeros((), jnp.int32), rope=rope)
 
 
+def padded(tokens: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    """One row with these tokens, int32[1, T], T being the smallest of `sizes` that holds them: so
+    texts of all lengths take few programs, and short ones little time."""
+    row = np.zeros((1, next(size for size in sizes if len(tokens) <= size)), np.int32)
+    row[0, : len(tokens)] = tokens
+    return row
+
+
 def pad_rows(rows: Sequence[Sequence[int]], num_rows: int, width: int) -> Layout:
     """A layout of given static shape."""
     return Layout.from_blocks(rows, num_rows=num_rows, width=width)

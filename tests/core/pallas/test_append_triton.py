@@ -17,6 +17,7 @@ from jaxshare.quantised import FORMATS, QuantisedTensor
 from jaxshare.quantised_cache import as_stored, empty_arena
 from tests.core.attention.test_attention import Shape, cases, place
 from tests.core.pallas.interpreted import DECODE, LATENT, PENDING, case
+from tests.helpers import mostly_slow
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=3, interpret=True)
 SPAN = 128
@@ -88,13 +89,17 @@ def check(shape: Shape, one, device: Device = INTERPRETED) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        dict(),
-        dict(rotary=32),
-        dict(rotary=0),
-        dict(dim=80, rotary=80, dtype=jnp.float16),
-        dict(heads=5, kv_heads=1, dim=256, rotary=256),
-    ],
+    mostly_slow(
+        [
+            dict(),
+            dict(dim=80, rotary=32, dtype=jnp.float16),
+            dict(heads=5, kv_heads=1, dim=256, rotary=256),
+            dict(rotary=32),
+            dict(rotary=0),
+            dict(dim=80, rotary=80, dtype=jnp.float16),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_appends_and_gathers(more):
@@ -162,8 +167,17 @@ def check_codes(format: str, shape: Shape, one, device: Device = INTERPRETED) ->
         assert np.all(off <= apart / 2 * 1.001 + expected * ROUNDING[shape.dtype])
 
 
-@pytest.mark.parametrize("shape", [DECODE, LATENT, PENDING_ROWS])
-@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("format", "shape"),
+    mostly_slow(
+        [
+            *(("int8", DECODE), ("fp8", LATENT), ("int8", PENDING_ROWS)),
+            *(("fp8", DECODE), ("int8", LATENT), ("fp8", PENDING_ROWS)),
+        ],
+        3,
+        several=True,
+    ),
+)
 def test_codes_are_the_nearest(format, shape):
     check_codes(format, shape, some_rows(shape))
 

@@ -27,7 +27,7 @@ from jaxshare.serving.cli import demo
 from jaxshare.serving.engine.completion import Completion
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.kvcache.sharing_cost import Costs
-from tests.helpers import mostly_slow, one_layer
+from tests.helpers import mostly_slow, one_layer, padded
 
 PROMPT = "<|im_start|>user\nSolve: 47 + 38<|im_end|>\n<|im_start|>assistant\n"
 WARM = Sampler(temperature=1.6, top_p=0.98)
@@ -106,9 +106,8 @@ def _plain_greedy(
 
 def plain_logits(tokens: Sequence[int], of: Callable[[], LoadedModel] = model) -> np.ndarray:
     """The logits, float64[T, V], after each token of one whole sequence."""
-    padded = np.zeros((1, next(size for size in (64, 256, 512) if len(tokens) <= size)), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return np.asarray(_causal(of)(of().params, padded), np.float64)[0, : len(tokens)]
+    row = padded(tokens, (64, 256, 512))
+    return np.asarray(_causal(of)(of().params, row), np.float64)[0, : len(tokens)]
 
 
 @functools.cache

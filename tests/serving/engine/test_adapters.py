@@ -18,12 +18,12 @@ from jaxshare.serving.branches import Prefixes, generate
 from jaxshare.serving.checkpoints import SaveError
 from jaxshare.serving.engine import ClosedError, Engine, EngineError
 from jaxshare.sharding import make_mesh
-from tests.helpers import init, one_layer
+from tests.helpers import init, one_layer, padded
 from tests.models.test_adapters import random_adapter
 from tests.serving.engine.stepped import small_pieces, use_always
 from tests.serving.engine.test_engine import (
     CONFIG,
-    LONGEST,
+    LENGTHS,
     MOST_PASSES,
     ROWS,
     SIZE,
@@ -55,9 +55,8 @@ def text(name, prompt, count=12):
     """The greedy output of the merged weights by plain causal attention."""
     tokens = [*prompt]
     while len(tokens) < len(prompt) + count and tokens[-1] != STOP:
-        padded = np.zeros((1, LONGEST), np.int32)
-        padded[0, : len(tokens)] = tokens
-        logits = np.asarray(_causal(weights(name), padded))[0, len(tokens) - 1]
+        row = padded(tokens, LENGTHS)
+        logits = np.asarray(_causal(weights(name), row))[0, len(tokens) - 1]
         tokens.append(int(logits.argmax()))
     return tuple(tokens[len(prompt) :])
 

@@ -34,12 +34,12 @@ from jaxshare.serving.kvcache import manager, sharing_cost
 from jaxshare.serving.kvcache.lease import KVLease
 from jaxshare.serving.kvcache.speeds import FixedSpeeds
 from jaxshare.serving.logits_cache.cache import LogitsCache
-from tests.helpers import TINY, init, mostly_slow
+from tests.helpers import TINY, init, mostly_slow, padded
 from tests.serving.engine.stepped import small_pieces, use_always
 
 __all__ = ["small_pieces"]  # the fixture
 
-STOP, LONGEST = 2, 192
+STOP, LENGTHS = 2, (64, 192)
 CONFIG = dataclasses.replace(TINY, num_layers=1, vocab_size=31, max_positions=512)
 MODEL = LoadedModel(CONFIG, init(CONFIG), None, Generation(stop_tokens=(STOP,)))
 SIZE = token_bytes(MODEL)
@@ -54,9 +54,8 @@ SHORT, LONG = ({"logits_cache": 10**6, "kept_logits": kept} for kept in (8, 31))
 @functools.cache
 def likeliest(tokens: tuple[int, ...]) -> int:
     """The next token by plain causal attention over all of them."""
-    padded = np.zeros((1, LONGEST), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return int(np.asarray(_causal(MODEL.params, padded))[0, len(tokens) - 1].argmax())
+    row = padded(tokens, LENGTHS)
+    return int(np.asarray(_causal(MODEL.params, row))[0, len(tokens) - 1].argmax())
 
 
 _causal = jax.jit(lambda params, tokens: Decoder(CONFIG).apply(params, tokens, method="causal"))

@@ -21,7 +21,7 @@ from jaxshare.serving.engine import Engine, NoTokenError
 from jaxshare.serving.grammars import compile_grammar
 from jaxshare.serving.inputs import token_bytes
 from jaxshare.sharding import make_mesh
-from tests.helpers import mostly_slow, one_layer
+from tests.helpers import mostly_slow, one_layer, padded
 from tests.serving.grammars.schemas import random_schema
 
 MODEL = one_layer()
@@ -47,7 +47,7 @@ _causal = jax.jit(
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(MODEL, max_rows=ROWS, kv_bytes=2**12 * SIZE) as engine:
+    with Engine(MODEL, max_rows=ROWS, kv_bytes=2**14 * SIZE) as engine:
         yield engine
 
 
@@ -66,9 +66,8 @@ def pieces() -> list[bytes]:
 
 @functools.cache
 def logits_after(tokens: tuple[int, ...]) -> np.ndarray:
-    padded = np.zeros((1, 256), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return np.asarray(_causal(MODEL.params, padded), np.float64)[0, len(tokens) - 1]
+    row = padded(tokens, (64, 256))
+    return np.asarray(_causal(MODEL.params, row), np.float64)[0, len(tokens) - 1]
 
 
 def greedy(prompt: str, admitted, count: int) -> list[int]:

@@ -16,10 +16,10 @@ from jaxshare import FinishReason, Sampler, SamplingParams
 from jaxshare.models import Generation
 from jaxshare.serving import Branch, Workers, generate
 from jaxshare.serving.engine import Engine
-from tests.helpers import mostly_slow, one_layer
+from tests.helpers import mostly_slow, one_layer, padded
 from tests.serving.engine.test_engine import (
     CONFIG,
-    LONGEST,
+    LENGTHS,
     MODEL,
     ROWS,
     STOP,
@@ -35,9 +35,8 @@ NONE = Sampler()
 @functools.cache
 def logits_after(tokens: tuple[int, ...]) -> np.ndarray:
     """The next token's logits by plain causal attention over all tokens."""
-    padded = np.zeros((1, LONGEST), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return np.asarray(_causal(MODEL.params, padded), np.float64)[0, len(tokens) - 1]
+    row = padded(tokens, LENGTHS)
+    return np.asarray(_causal(MODEL.params, row), np.float64)[0, len(tokens) - 1]
 
 
 def greedy(prompt, params: SamplingParams, count: int) -> tuple[list[int], FinishReason]:

@@ -105,12 +105,11 @@ def test_a_block_that_cannot_grow_in_place_goes_on_in_another_once_all_is_read(l
 
 def test_what_waits_for_a_row_enters_when_one_ends(log):
     """Rows that end unforeseen: the dispatch that was made meanwhile runs no pass."""
-    engine, prompts, seed = Stepped(passes=4), [], 0
-    while len(prompts) < 2 * ROWS:
-        tokens, reason = alone(prompt := [*lasting(6, 3, seed), seed % 31], 40)
-        seed += 1
-        if reason is FinishReason.STOP and len(tokens) > 8:
-            prompts.append(prompt)
+    engine = Stepped(passes=4)
+    prompts = [[*lasting(6, 3, seed), seed % 31] for seed in (0, 1, 18, 59, 64, 69, 102, 103)]
+    assert len(prompts) == 2 * ROWS
+    for tokens, reason in (alone(prompt, 40) for prompt in prompts):
+        assert reason is FinishReason.STOP and len(tokens) > 8
     streams = [engine.submit(prompt, max_new_tokens=40) for prompt in prompts]
     ran, fetch = [], engine._scheduler.decode_rows.fetch
 

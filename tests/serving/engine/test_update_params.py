@@ -20,11 +20,11 @@ from jaxshare.serving.agents.backends import EngineModel
 from jaxshare.serving.agents.dialogue import Message
 from jaxshare.serving.agents.requests import ModelCall, Options
 from jaxshare.serving.engine import ClosedError, Engine, EngineError
-from tests.helpers import init, one_layer
+from tests.helpers import init, one_layer, padded
 from tests.serving.engine.stepped import small_pieces
 from tests.serving.engine.test_engine import (
     CONFIG,
-    LONGEST,
+    LENGTHS,
     MODEL,
     STOP,
     WARM,
@@ -48,9 +48,8 @@ def outputs(is_new: bool, prompt: tuple[int, ...], count: int) -> tuple[int, ...
     """The greedy output of a prompt by plain causal attention."""
     tokens = [*prompt]
     while len(tokens) < len(prompt) + count and tokens[-1] != STOP:
-        padded = np.zeros((1, LONGEST), np.int32)
-        padded[0, : len(tokens)] = tokens
-        logits = np.asarray(_causal(NEW if is_new else OLD, padded))[0, len(tokens) - 1]
+        row = padded(tokens, LENGTHS)
+        logits = np.asarray(_causal(NEW if is_new else OLD, row))[0, len(tokens) - 1]
         tokens.append(int(logits.argmax()))
     return tuple(tokens[len(prompt) :])
 
@@ -71,7 +70,7 @@ PROMPT, LONG = lasting(20), lasting(6, size=90)
 def mixed_output(prompt: tuple[int, ...], old_tokens: int, count: int) -> tuple[int, ...]:
     """The greedy output where the weights change after so many tokens: keys and values that are
     cached then stay. One token a pass, over a cache of its own."""
-    cache = KVCache.create(CONFIG, [LONGEST], jnp.float32)
+    cache = KVCache.create(CONFIG, [LENGTHS[-1]], jnp.float32)
     layout, tokens = Layout.from_blocks([[0]]), [*prompt]
     logits = None
     while len(tokens) < len(prompt) + count:
