@@ -40,13 +40,13 @@ def sink_part(
       out, lse: of any other part, for the shapes.
       axis: the mesh axis over which tokens are spread; the first device has the part.
     """
-    return jnp.zeros_like(out), jnp.broadcast_to(sinks_here(sinks, axis), lse.shape)
+    return jnp.zeros_like(out), jnp.broadcast_to(
+        sinks_here(sinks.astype(jnp.float32), axis), lse.shape
+    )
 
 
-def sinks_here(sinks: Float[Array, "..."], axis: str | None) -> Float32[Array, "..."]:
-    """The sinks in float32, and -inf on all devices of the axis but the first, so that they count
-    once."""
-    sinks = sinks.astype(jnp.float32)
+def sinks_here(sinks: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
+    """The sinks, and -inf on all devices of the axis but the first, so that they count once."""
     if axis is None:
         return sinks
     return jnp.where(jax.lax.axis_index(axis) == 0, sinks, -jnp.inf)

@@ -77,7 +77,7 @@ def merge_pieces(
         lse,
         work.listed.reshape(-1, 4),
         work.pieces,
-        *([] if sinks is None else [sinks_here(sinks, axis) * math.log2(math.e)]),
+        *([] if sinks is None else [sinks_here(sinks, axis)]),
     )
     out = results[0][:, :dim].reshape(shape)
     if axis is None:
@@ -109,7 +109,7 @@ def _merge_kernel(
 
     plgpu is Pallas' Mosaic GPU module; of `work` only the static fields are used.
 
-    Refs: listed [R * N, 4], piece [K, S, 2], sink [H] if there are any, to base 2, merged [R * T *
+    Refs: listed [R * N, 4], piece [K, S, 2], sink [H] if there are any, merged [R * T *
     H, padded D] of `dtype`, lse_out as merged, all columns alike.
     """
     sink_ref, (merged_ref, *lse_out_ref) = rest[:has_sinks], rest[has_sinks:]
@@ -172,7 +172,8 @@ def _merge_kernel(
     places = [place(first_query + i) for i in range(at_once)]
     states: list[State] = [(jnp.float32(-jnp.inf), zero, zero)] * at_once
     for ref in sink_ref:
-        sinks = [ref[lax.rem(to, heads)] for to in places]
+        loaded = (ref[lax.rem(to, heads)] for to in places)
+        sinks = [sink.astype(jnp.float32) * math.log2(math.e) for sink in loaded]
         states = [(sink, exp2(jnp.where(sink == -jnp.inf, sink, 0.0)), zero) for sink in sinks]
     for to, (top, total, mixed) in zip(
         places, lax.fori_loop(0, slots, add_block, tuple(states)), strict=True

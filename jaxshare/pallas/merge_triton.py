@@ -64,7 +64,7 @@ def merge_pieces(
         lanes=_LANES // queries,
         has_sinks=sinks is not None,
     )
-    more = [] if sinks is None else [sinks_here(sinks, axis) * math.log2(math.e)]
+    more = [] if sinks is None else [sinks_here(sinks, axis)]
     # A result that is merged with other devices' is not rounded, and needs its log-sum-exp.
     merged = jax.ShapeDtypeStruct((total, dim), jnp.float32 if axis else dtype)
     results = pl.pallas_call(
@@ -96,7 +96,7 @@ def _kernel(
     """Merges M = `queries` neighbouring queries, L = `lanes` pieces of each at once.
 
     Refs: mixed float32[partial_rows, D]; lse float32[partial_rows]; listed int32[R, N, 4]; pieces
-    int32[K, S, 2]; sinks float32[H] to base 2, if there are any; out [R * T * H, D]; optional
+    int32[K, S, 2]; sinks [H], if there are any; out [R * T * H, D]; optional
     lse_out float32[R * T * H], to base 2. Of `work` only the static fields are used.
     """
     from jax.experimental import pallas as pl
@@ -160,7 +160,7 @@ def _kernel(
 
     top, total = jnp.full(queries, -jnp.inf), jnp.zeros(queries)
     for ref in sinks_ref:
-        top = plt.load(ref.at[head])
+        top = plt.load(ref.at[head]).astype(jnp.float32) * math.log2(math.e)
         total = jnp.where(top == -jnp.inf, 0.0, 1.0)
     start = top, total, jnp.zeros((queries, column.size))
     top, total, out = lax.fori_loop(0, -(-listed // slots), blocks, start)

@@ -1,6 +1,7 @@
 """Passes in which the kernel that normalises a sum adds a layer's output too, interpreted on the
 CPU, against the logits of transformers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -18,6 +19,7 @@ from jaxshare.models.tensor_parallel import ShardedDecoder, fit, shard_params
 from jaxshare.pallas.device import Device, assume_device
 from jaxshare.sharding import make_mesh
 from tests.helpers import mostly_slow
+from tests.models import test_adapters as adapters
 from tests.models.test_parity import CASES, FOLDER, TOLERANCE, context
 
 GPU = Device("interpreted", 90, 3, interpret=True)
@@ -100,6 +102,25 @@ def test_long_passes_over_a_mesh_are_computed_in_two_groups(case, tensor, monkey
     sums = 2 * loaded(case)[0].config.num_layers
     # Passes of fewer tokens have one group, and so have those that cannot be halved.
     assert [counted(width) for width in (4, 6, 7, 8)] == [sums, 2 * sums, sums, 2 * sums]
+
+
+@pytest.mark.parametrize("case", mostly_slow(adapters.CASES))
+def test_rows_with_adapters_have_the_logits_of_peft(case):
+    """Their products are whole, what is added to them included."""
+    model, expected = adapters.loaded(case)
+    served = model.with_adapters({"own": adapters.FOLDER / case}, max_adapters=3, max_rank=9)
+    layout = dataclasses.replace(Layout.from_blocks([[0], [1]]), adapters=np.array([1, 0]))
+    module = Decoder(model.config, IMPLEMENTATION)
+    tokens = np.stack([expected["tokens"][:TOKENS]] * 2)
+    cache = KVCache.create(model.config, [TOKENS] * 2, jnp.float32)
+    with assume_device(GPU):
+        found, _ = forward(
+            *(model.config, served.variables, tokens, [TOKENS] * 2, cache, layout),
+            every=True,
+            module=module,
+        )
+    for logits, name in zip(found, ("logits", "base"), strict=True):
+        np.testing.assert_allclose(logits, expected[name][:TOKENS], rtol=0, atol=TOLERANCE)
 
 
 def kernels(config, params, module, width: int = 1, mesh=None) -> int:

@@ -131,7 +131,8 @@ def attended(cache, layout, count, q, k, v, implementation, scale=None, scoring=
         implementation=implementation,
         scale=scale,
         softcap=scoring.softcap,
-        sinks=jnp.asarray(scoring.sinks) if scoring.sinks else None,
+        # In the dtype of checkpoints, which has these numbers.
+        sinks=jnp.asarray(scoring.sinks, jnp.bfloat16) if scoring.sinks else None,
     )
     return out, plan.faults
 

@@ -171,7 +171,7 @@ def compare_spread(
             plan,
             implementation=implementation,
             softcap=scoring.softcap,
-            sinks=jnp.asarray(scoring.sinks) if scoring.sinks else None,
+            sinks=jnp.asarray(scoring.sinks, jnp.bfloat16) if scoring.sinks else None,
         ), plan.faults
 
     over = jax.shard_map(
