@@ -129,9 +129,10 @@ class Chip:
     launch: float = 1.5e-6
 
 
+H200 = Chip("H200", 4.8e12, 989e12, 450e9)
 CHIPS = (
     Chip("A100-40GB", 1.555e12, 312e12, 300e9, rate=0.8, latency=15e-6, launch=2e-6),
-    Chip("H200", 4.8e12, 989e12, 450e9),
+    H200,
 )
 LAYER_LAUNCHES = 12
 """Kernels of a layer, as benchmarks/roofline.md counts them."""

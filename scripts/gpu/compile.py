@@ -23,7 +23,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,12 +289,7 @@ def prompt_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]
     """Passes over prompts on eight devices."""
     from scripts.gpu import prompts
 
-    if prompts.BACKEND in options.backends:
-        for tokens in prompts.PROMPTS:
-            yield (
-                prompts.describe(tokens),
-                lambda tokens=tokens: prompts.compiled(compiler, tokens),
-            )
+    yield from described_tasks(compiler, options, prompts, prompts.PROMPTS)
 
 
 def plan_tasks(compiler: Compiler, _: Options, programs: Any) -> Iterator[Task]:
@@ -313,12 +308,16 @@ def expert_tasks(compiler: Compiler, options: Options, _: Any) -> Iterator[Task]
     """Decode steps of published models with experts on eight devices."""
     from scripts.gpu import expert_steps, moe_models
 
-    if moe_models.BACKEND in options.backends:
-        for model in moe_models.MODELS:
-            yield (
-                expert_steps.describe(model),
-                lambda model=model: expert_steps.compiled(compiler, model),
-            )
+    yield from described_tasks(compiler, options, expert_steps, moe_models.MODELS)
+
+
+def described_tasks(
+    compiler: Compiler, options: Options, part: Any, programs: Iterable[Any]
+) -> Iterator[Task]:
+    """The programs of a module that compiles them for a backend, and describes them, itself."""
+    if part.BACKEND in options.backends:
+        for each in programs:
+            yield part.describe(each), lambda each=each: part.compiled(compiler, each)
 
 
 def sampling_tasks(compiler: Compiler, _: Options, __: Any) -> Iterator[Task]:

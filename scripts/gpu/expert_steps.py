@@ -17,7 +17,7 @@ from jaxshare.models.config import ModelConfig
 from jaxshare.models.tensor_parallel import param_path
 from jaxshare.quantised import is_quantised
 from jaxshare.sharding import make_mesh
-from scripts.bench.devices import CHIPS
+from scripts.bench.devices import H200
 from scripts.gpu import moe_models, predicted, programs
 from scripts.gpu.compiler import Compiler, Program
 from scripts.gpu.hlo import (
@@ -32,7 +32,6 @@ from scripts.gpu.moe_models import BACKEND, DEVICES, Published
 
 STEP = programs.QUICK_STEPS[1]
 """64 branches of a shared context."""
-H200 = next(chip for chip in CHIPS if chip.name == "H200")
 RATES = predicted.Rates(H200.memory * H200.copies, H200.link, H200.latency, H200.launch)
 
 

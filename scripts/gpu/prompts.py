@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxshare import Layout
 from jaxshare.models.config import ModelConfig
 from jaxshare.sharding import make_mesh
-from scripts.bench.devices import CHIPS, LLAMA_70B
+from scripts.bench.devices import H200, LLAMA_70B
 from scripts.gpu import programs
 from scripts.gpu.compiler import Compiler, Program
 from scripts.gpu.hlo import collectives, computations, executed, opcode
@@ -27,7 +27,6 @@ MIDDLE = "layers_1/"
 DEVICES = 8
 PROMPTS = (2048, 8192)
 """Tokens of a pass."""
-H200 = next(chip for chip in CHIPS if chip.name == "H200")
 
 
 def describe(tokens: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tests.helpers import (
     WIDEST,
     mostly_slow,
     pad_rows,
+    padded,
     reasons,
     run,
     tiny_cache,
@@ -47,9 +48,8 @@ def _causal():
 
 def logits_after(tokens: list[int]) -> np.ndarray:
     """The logits, float[V], after a whole sequence, by plain causal attention."""
-    padded = np.zeros((1, 64), np.int32)
-    padded[0, : len(tokens)] = tokens
-    return np.asarray(_causal()(tiny_params(), jnp.asarray(padded)))[0, len(tokens) - 1]
+    row = padded(tokens, [64])
+    return np.asarray(_causal()(tiny_params(), jnp.asarray(row)))[0, len(tokens) - 1]
 
 
 @functools.cache

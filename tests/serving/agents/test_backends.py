@@ -32,7 +32,7 @@ from jaxshare.serving.agents.search import BestOfN
 from jaxshare.serving.engine import decode_rows
 from jaxshare.serving.evaluation import arithmetic
 from jaxshare.serving.inputs import token_bytes
-from tests.helpers import TINY, init
+from tests.helpers import TINY, init, padded
 
 CONFIG = dataclasses.replace(TINY, vocab_size=402, num_layers=1, max_positions=1024)
 
@@ -88,9 +88,7 @@ def greedy(loaded: LoadedModel, one: ModelCall, room: int = 128) -> list[int]:
     tokens = prompt(loaded, one)
     begin = len(tokens)
     while len(tokens) < begin + one.options.max_new_tokens and tokens[-1] != 2:
-        padded = np.zeros((1, room), np.int32)
-        padded[0, : len(tokens)] = tokens
-        logits = causal(loaded.params, jnp.asarray(padded))
+        logits = causal(loaded.params, jnp.asarray(padded(tokens, [room])))
         tokens.append(int(np.argmax(logits[0, len(tokens) - 1])))
     return tokens[begin:]
 

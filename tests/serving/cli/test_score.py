@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxshare.serving.cli import main
-from tests.helpers import folder_of_first_layers, one_layer
+from tests.helpers import folder_of_first_layers, one_layer, padded
 
 PREFIX, CANDIDATES = "Solve: 47", [" + 38", " - 9 is", "0"]
 
@@ -40,9 +40,7 @@ def expected(prefix: str, candidate: str) -> list[float]:
     """The log-probabilities of a candidate's tokens by plain attention over the whole text."""
     model = one_layer()
     tokens, start = model.tokenizer.encode(prefix + candidate), len(model.tokenizer.encode(prefix))
-    padded = np.zeros((1, 64), np.int32)
-    padded[0, : len(tokens)] = tokens
-    wide = np.asarray(causal()(model.params, padded), np.float64)[0]
+    wide = np.asarray(causal()(model.params, padded(tokens, [64])), np.float64)[0]
     return [
         wide[i - 1, tokens[i]] - np.log(np.exp(wide[i - 1]).sum())
         for i in range(max(1, start), len(tokens))

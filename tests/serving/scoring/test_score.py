@@ -21,7 +21,7 @@ from jaxshare.serving.scoring import passes
 from jaxshare.serving.scoring.text_tree import TokenText, batches
 from jaxshare.sharding import make_mesh
 from tests.core.decoding.test_sampling import expected_probabilities
-from tests.helpers import TINY, init, mostly_slow, one_layer, tiny_params
+from tests.helpers import TINY, init, mostly_slow, one_layer, padded, tiny_params
 
 CONTEXT = 600
 RNG = np.random.default_rng(5)
@@ -43,10 +43,8 @@ def causal(module: Decoder):
 
 def plain_logprobs(tokens: Sequence[int], model: LoadedModel) -> np.ndarray:
     """float64[T, V]: the distribution after each token of one whole text."""
-    padded = np.zeros((1, next(n for n in (32, 256, 1024) if len(tokens) <= n)), np.int32)
-    padded[0, : len(tokens)] = tokens
-    module = Decoder(model.config)
-    logits = np.asarray(causal(module)(model.params, padded)[0, : len(tokens)], np.float64)
+    row, module = padded(tokens, (32, 256, 1024)), Decoder(model.config)
+    logits = np.asarray(causal(module)(model.params, row)[0, : len(tokens)], np.float64)
     largest = logits.max(axis=-1, keepdims=True)
     return logits - largest - np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True))
 
