@@ -17,6 +17,7 @@ from jaxshare.attention.plan import Plan
 from jaxshare.attention.reference import reference_attention
 from jaxshare.attention.xla import xla_attention
 from jaxshare.pallas.device import current_device
+from jaxshare.quantised import is_quantised
 from jaxshare.quantised_cache import Arena
 
 Backend = Callable[..., Array]
@@ -77,16 +78,25 @@ WITH_WORK: dict[str, Callable[..., Plan]] = {
 raise as the backends do."""
 
 
-def preferred(queries: int = 1) -> tuple[str, ...]:
-    """The backends that are tried where none is named, for the device that is being traced for and
-    a number of queries of a kv head, R * T * G."""
-    if (device := current_device()) is not None:
-        from jaxshare.pallas.tiles import MANY_QUERIES
+def preferred(queries: int = 1, keys: Arena | None = None) -> tuple[str, ...]:
+    """The backends that are tried where none is named, for the device that is being traced for.
 
-        # Blackwell's fast products are tcgen05, which Triton takes for many queries and Mosaic's
-        # kernel does not; for few, memory sets the pace.
+    Args:
+      queries: of a kv head, R * T * G.
+      keys: the arena; None for one of any form.
+    """
+    if (device := current_device()) is not None:
+        from jaxshare.pallas.tiles import MANY_QUERIES, multiplies_in_tensor_memory
+
+        # Blackwell's fast products are tcgen05, which Triton takes for many queries, and Mosaic's
+        # kernels over caches of some forms; for few queries memory sets the pace.
         if device.capability >= 100 and queries >= MANY_QUERIES:
-            return ("triton", "mosaic_gpu", "xla")
+            head_dim, codes = (
+                0 if keys is None else keys.shape[2],
+                is_quantised(keys),
+            )
+            if not multiplies_in_tensor_memory(device, head_dim, queries, codes=codes):
+                return ("triton", "mosaic_gpu", "xla")
         return ("mosaic_gpu", "triton", "xla")
     return ("cpu", "xla") if cpu.used_for(None) else ("xla",)
 
@@ -139,7 +149,7 @@ def block_attention(
     more = ({"softcap": softcap} if softcap else {}) | ({} if sinks is None else {"sinks": sinks})
     more |= {} if makers is None else {"makers": makers}
     reasons = []
-    for name in _names(implementation, _queries(q, keys)):
+    for name in _names(implementation, q, keys):
         if makers is not None and name != "xla":
             reasons.append(f"{name}: it makes no keys and values of latents")
             continue
@@ -178,7 +188,7 @@ def append_and_attend(
       ValueError, NotImplementedError: as `block_attention`.
     """
     _check_shapes(q, keys, values, plan, makers)
-    names, more = _names(implementation, _queries(q, keys)), {"softcap": softcap, "sinks": sinks}
+    names, more = _names(implementation, q, keys), {"softcap": softcap, "sinks": sinks}
     for name in names:
         if makers is not None or name not in APPENDING:
             break
@@ -210,7 +220,7 @@ def with_work(
       keys, values, implementation: of one of the layers, as in `block_attention`.
     """
     q = jax.ShapeDtypeStruct((*plan.positions.shape, heads, keys.shape[2]), keys.dtype)
-    for name in _names(implementation, _queries(q, keys)):
+    for name in _names(implementation, q, keys):
         if name not in WITH_WORK:
             break
         try:
@@ -266,15 +276,16 @@ def _check_makers(q: Array, keys: Arena, values: Arena, makers: HeadMakers) -> N
         )
 
 
-def _queries(q: Array | jax.ShapeDtypeStruct, keys: Arena) -> int:
-    """The queries of a kv head in a pass, R * T * G."""
-    return math.prod(q.shape[:3]) // keys.shape[0]
-
-
-def _names(implementation: str | Sequence[str] | None, queries: int = 1) -> tuple[str, ...]:
-    """The backends to try, in order, for a number of queries of a kv head."""
+def _names(
+    implementation: str | Sequence[str] | None,
+    q: Array | jax.ShapeDtypeStruct | None = None,
+    keys: Arena | None = None,
+) -> tuple[str, ...]:
+    """The backends to try, in order, for queries over an arena."""
     if implementation is None:
-        return preferred(queries)
+        if q is None or keys is None:
+            return preferred()
+        return preferred(math.prod(q.shape[:3]) // keys.shape[0], keys)
     names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     if unknown := [name for name in names if name not in BACKENDS]:
         raise ValueError(

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from jaxshare.arena import append_tokens
 from jaxshare.attention.plan import Plan
 from jaxshare.pallas.append_triton import append_and_gather
+from jaxshare.pallas.chosen_tiles import choose_mosaic
 from jaxshare.pallas.codes_mosaic_gpu import WIDEST_APART, CodeSlots, layout_of
 from jaxshare.pallas.device import Device, current_device, lowers_triton
 from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim, shares_queries, store_columns
@@ -35,7 +36,8 @@ from jaxshare.pallas.products_mosaic_gpu import (
     multiplies_by_warps,
 )
 from jaxshare.pallas.scores import query_scale
-from jaxshare.pallas.tiles import MosaicTiles, choose_mosaic
+from jaxshare.pallas.tensor_kernel_mosaic_gpu import SPAN, TensorMemory, tensor_kernel
+from jaxshare.pallas.tiles import MosaicTiles, multiplies_in_tensor_memory
 from jaxshare.pallas.wide_kernel_mosaic_gpu import WideMemory, wide_kernel
 from jaxshare.pallas.work_items import Work, WorkForm, keep_work, work_of
 from jaxshare.quantised import QuantisedTensor
@@ -125,7 +127,9 @@ def _attended(
     )
     if latent:
         dim -= 2 * plan.query_cos.shape[-1]
-    if shares_queries(q.shape[3], isinstance(keys, QuantisedTensor)):
+    if launch.work.span == SPAN:
+        out, lse = _tensor_pieces(queries, keys, values, launch)
+    elif shares_queries(q.shape[3], isinstance(keys, QuantisedTensor)):
         apart = None if latent else values
         out, lse = _wide_pieces(queries, keys, apart, dim, launch)
     else:
@@ -156,8 +160,11 @@ def _chosen(
     if queries <= WARPGROUP:  # no segment is wide
         tiles = dataclasses.replace(tiles, overlap=False)
     # Two warpgroups share the queries of wide heads, and have queries of their own else.
-    is_wide = shares_queries(dim, isinstance(keys, QuantisedTensor))
+    codes = isinstance(keys, QuantisedTensor)
+    is_wide = shares_queries(dim, codes)
     span = WARPGROUP if is_wide else 2 * WARPGROUP
+    if multiplies_in_tensor_memory(device, dim, queries, codes=codes):
+        span = SPAN
     items = device.multiprocessors
     form = WorkForm(group, kv_heads, span, tiles.tile, items, ALIGNMENT, SETUP_TILES)
     return device, tiles, form
@@ -301,6 +308,24 @@ def _wide_pieces(
         [WideMemory.scratch(plgpu, tiles, keys.shape[2], queries.dtype, kind, apart)],
         scales=[a.scales[..., 0] for a in of_codes],
         num_threads=4 if of_codes else 3,
+    )
+
+
+def _tensor_pieces(
+    queries: Array, keys: Arena, values: Arena, launch: _Launch
+) -> tuple[Array, Array]:
+    """Does as `_pieces`, by the kernel of tensor memory."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    work, tiles, device, softcap = launch
+    dim = keys.shape[2]
+    return _launched(
+        functools.partial(tensor_kernel, plgpu, work, tiles, softcap, device.interpret),
+        (queries, _numbers(keys), _numbers(values)),
+        padded_dim(dim),
+        work,
+        device,
+        [TensorMemory.scratch(plgpu, tiles, dim, queries.dtype)],
     )
 
 

@@ -19,11 +19,12 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxshare.attention.plan import Plan
+from jaxshare.pallas.chosen_tiles import choose_triton
 from jaxshare.pallas.device import Device, check_triton, current_device
 from jaxshare.pallas.head_dims import MAX_QUERY_HEADS, check_head_dim
 from jaxshare.pallas.merge_triton import merge_pieces
 from jaxshare.pallas.scores import capped, query_scale
-from jaxshare.pallas.tiles import TritonTiles, choose_triton
+from jaxshare.pallas.tiles import TritonTiles
 from jaxshare.pallas.work_items import Work, WorkForm, keep_work, partial_row, work_of
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena, approximation

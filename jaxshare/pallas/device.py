@@ -85,7 +85,7 @@ def import_kernels() -> None:
             importlib.import_module("jax.experimental.pallas.mosaic_gpu")
         with contextlib.suppress(ImportError):
             importlib.import_module("jax.experimental.pallas.triton")
-        importlib.import_module("jaxshare.pallas.tiles")
+        importlib.import_module("jaxshare.pallas.chosen_tiles")
 
 
 def default_device() -> Any:

@@ -45,6 +45,7 @@ class ItemReads:
         tile: int,
         arena: int,
         constants: bool,
+        hints: bool = True,
     ):
         """Reads which tiles and segments are the item's.
 
@@ -57,6 +58,8 @@ class ItemReads:
           arena: tokens of the arena.
           constants: masks have the numbers of columns in their instructions, and not in registers;
             not for the interpreter, nor for `mma.sync`, beside which ptxas spills more then.
+          hints: JAX is told what starts are multiples of, for which it has no lowering where warps do
+            work of their own.
         """
         self._first_tile, self._end_tile, self.first_segment, self.end_segment = (
             item_ref[item, i] for i in range(4)
@@ -64,6 +67,7 @@ class ItemReads:
         self._count, self._total = count_ref[0], count_ref[1]
         self._segment_ref, self._tile, self._arena = segment_ref, tile, arena
         self._constants = constants
+        self._multiple_of = pl.multiple_of if hints else lambda x, n: lax.div(x, n) * n
 
     def segment(self, number: Array) -> SegmentTiles:
         """The tiles of a segment, which is counted over the kv heads."""
@@ -74,9 +78,9 @@ class ItemReads:
         before = head * self._total + tiles_before
         return SegmentTiles(
             head,
-            pl.multiple_of(query, ROW_ALIGNMENT),
+            self._multiple_of(query, ROW_ALIGNMENT),
             queries,
-            pl.multiple_of(start, ALIGNMENT),
+            self._multiple_of(start, ALIGNMENT),
             lead,
             tiles,
             full,
@@ -90,16 +94,22 @@ class ItemReads:
         i = i + now.turn
         before = jnp.where(i >= now.tiles, i - now.tiles, i) * self._tile
         start = jnp.minimum(now.start + before, self._arena - self._tile)
-        return pl.multiple_of(start, ALIGNMENT), before
+        return self._multiple_of(start, ALIGNMENT), before
 
     def seen(
-        self, plgpu: Any, now: SegmentTiles, i: Array, limit: Array, unseen: Sequence[Array]
+        self,
+        plgpu: Any,
+        now: SegmentTiles,
+        i: Array,
+        limit: Array,
+        unseen: Sequence[Array],
+        layout: Any = None,
     ) -> Array:
-        """True where a query sees a token of the i-th tile read, [64, tile]; plgpu is Pallas' Mosaic
-        GPU module.
+        """True where a query sees a token of the i-th tile read, [queries, tile]; plgpu is Pallas'
+        Mosaic GPU module.
 
-        `limit`, and with a sliding window `unseen`, are those of the queries, [64], counted from the
-        start of the first tile.
+        `limit`, and with a sliding window `unseen`, are those of the queries, counted from the start of
+        the first tile. `layout` is that of the result, by default WGMMA, of which there are 64.
         """
         start, before = self.window(now, i)
         skipped = start - now.start
@@ -110,8 +120,9 @@ class ItemReads:
             for each in unseen:
                 begin = jnp.maximum(begin, each - skipped)
             return columns_between(plgpu, begin, limit - skipped, self._tile)
-        shape = WARPGROUP, self._tile
-        token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + skipped
+        shape = *limit.shape, self._tile
+        layout = plgpu.Layout.WGMMA if layout is None else layout
+        token = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + skipped
         seen = (token >= first) & (token < lax.broadcast_in_dim(limit, shape, [0]))
         for begin in unseen:
             seen = seen & (token >= lax.broadcast_in_dim(begin, shape, [0]))

@@ -1,11 +1,12 @@
-"""Codes of quantised matrices and masks in registers, and the way from registers to memory, in kernels
-in Pallas on Mosaic GPU.
+"""Codes of quantised matrices, masks and votes in registers, and the way from registers to memory, in
+kernels in Pallas on Mosaic GPU.
 
 A warpgroup's tile of codes becomes numbers in the layout of wgmma's first operand, so that they need
 not go back to shared memory. Neighbouring lanes exchange codes, of which a register has four, before
 they are widened.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from jaxshare.pallas.matrix_codes import BASE, MatrixForm, e4m3_bytes, nibbles, signed_bytes
 
 INTERPRETER_LACKS = {
-    "Mosaic's own operations (inline_mgpu)": "conversions of jax.numpy, with the same results",
+    "Mosaic's own operations (inline_mgpu)": "those of jax.numpy and Pallas, with the same results",
 }
 """The operation here that Mosaic GPU's interpreter lacks, and its replacement when it is interpreted."""
 
@@ -28,6 +29,47 @@ def store(plgpu: Any, ref: Any, value: Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def any_of_warp(
+    plgpu: Any, flags: Bool[Array, " rows"], layout: Any, interpret: bool
+) -> Bool[Array, ""]:
+    """True in each warp of a warpgroup that has a true flag; plgpu is Pallas' Mosaic GPU module, and
+    `layout` that of the flags. Interpreted it is one answer of all warps."""
+    if interpret:  # INTERPRETER_LACKS
+        return jnp.any(flags)
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+    of_warp = plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=of_warp)
+    def vote(_: Any, given: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+
+        def number(value: int) -> Any:
+            return arith.constant(word, ir.IntegerAttr.get(word, value))
+
+        own = [llvm.extractelement(each, number(0)) for each in given.registers.flat]
+        found = nvvm.vote_sync(number(-1), functools.reduce(arith.ori, own), "any")
+        return mgpu.FragmentedArray.splat(found, (), is_signed=False)
+
+    return vote(flags)
+
+
+def wait_for_loads_of_warp(plgpu: Any, interpret: bool) -> None:
+    """Waits for a warp's loads from tensor memory, where not all warps of a warpgroup come by: Pallas'
+    own wait is one for all of them. plgpu is Pallas' Mosaic GPU module."""
+    if interpret:  # INTERPRETER_LACKS
+        return plgpu.wait_load_tmem()
+    from jaxlib.mlir.dialects import nvvm
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        nvvm.tcgen05_wait(nvvm.Tcgen05WaitKind.LOAD)
+
+    return wait()
 
 
 def less_zeros_in_registers(

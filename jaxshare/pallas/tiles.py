@@ -1,29 +1,16 @@
-"""Tile configurations of the GPU kernels: a small table by shape.
+"""Tile configurations of the GPU kernels: a small table by shape, and those worth measuring.
 
-The measurements of `jaxshare tune` on the user's GPU override it.
+`jaxshare.pallas.chosen_tiles` chooses those of a call.
 """
 
 import dataclasses
-import functools
-import json
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from jaxshare.layout import bucket
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.head_dims import LATENT_DIMS, shares_queries, store_columns
-from jaxshare.paths import cache_folder
 from jaxshare.quantised_cache import SCALE_BYTES
-
-VERSION = 2
-"""The version of the file of measured tiles. To be raised when kernels change so much that old
-measurements are void."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +122,15 @@ def mosaic_bytes(tiles: MosaicTiles, head_dim: int, *, codes: bool = False) -> i
     )
 
 
+def tensor_bytes(tiles: MosaicTiles, head_dim: int) -> int:
+    """Bytes of shared memory that the kernel of tensor memory takes.
+
+    A little more than exact for its barriers, statistics and the address of tensor memory.
+    """
+    lines = tiles.query_stages * 2 * TENSOR_ROWS + 2 * tiles.stages * tiles.tile
+    return lines * head_dim * _ITEMSIZE + 2 * _KIB
+
+
 def triton_bytes(tiles: TritonTiles, head_dim: int) -> int:
     """Bytes of shared memory that the Triton kernel takes at most.
 
@@ -144,23 +140,18 @@ def triton_bytes(tiles: TritonTiles, head_dim: int) -> int:
     return (tiles.num_stages * arrays * tiles.tile + tiles.span) * columns * _ITEMSIZE + 2 * _KIB
 
 
-def candidates_mosaic(head_dim: int) -> list[MosaicTiles]:
-    """The mosaic_gpu tiles worth measuring.
+def candidates_mosaic(device: Device, head_dim: int, queries: int) -> list[MosaicTiles]:
+    """The mosaic_gpu tiles worth measuring for a call of `queries` queries.
 
-    Their scores and results fit two warpgroups' registers; each has the most stages that fit, or
-    the next fewer. One of each size does not overlap products.
+    Their scores and results fit two warpgroups' registers, or tensor memory; each has the most stages
+    that fit, or the next fewer. One of each size does not overlap products.
     """
     candidates: list[MosaicTiles] = []
     for tile in (64, 128) if head_dim <= 128 else (64,):
         for query_stages in (1, 2):
-            fit = [
-                tiles
-                for stages in (2, 3, 4, 5, 6, 8)
-                if mosaic_bytes(tiles := MosaicTiles(tile, stages, query_stages), head_dim)
-                <= _SHARED_MEMORY[90] * _KIB
-            ]
-            candidates += fit[:-3:-1]
-        if head_dim < 256:
+            sizes = (MosaicTiles(tile, stages, query_stages) for stages in (2, 3, 4, 5, 6, 8))
+            candidates += [each for each in sizes if fits(each, device, head_dim, queries)][:-3:-1]
+        if head_dim < 256 and not multiplies_in_tensor_memory(device, head_dim, queries):
             candidates.append(dataclasses.replace(candidates[-1], overlap=False))
     return candidates
 
@@ -182,7 +173,9 @@ def candidates_triton(device: Device, head_dim: int, queries: int) -> list[Trito
                 fit = [
                     tiles
                     for stages in (2, 3)
-                    if _fits(tiles := TritonTiles(span, tile, warps, stages), device, head_dim)
+                    if fits(
+                        tiles := TritonTiles(span, tile, warps, stages), device, head_dim, queries
+                    )
                 ]
                 candidates += [_filled(tiles, device, head_dim) for tiles in fit]
             if tile <= 64 and any(c.span == span and c.num_stages == 3 for c in candidates):
@@ -202,12 +195,19 @@ def _most_queries(head_dim: int) -> int:
     return 32 if head_dim in LATENT_DIMS else 128 if head_dim <= 128 else 64
 
 
-def _fits(tiles: KernelConfig, device: Device, head_dim: int, codes: bool = False) -> bool:
-    needed = (
-        mosaic_bytes(tiles, head_dim, codes=codes)
-        if isinstance(tiles, MosaicTiles)
-        else triton_bytes(tiles, head_dim)
-    )
+def fits(
+    tiles: KernelConfig, device: Device, head_dim: int, queries: int, *, codes: bool = False
+) -> bool:
+    """True where tiles fit the device's memory in a call of `queries` queries; `codes`: the cache
+    approximates."""
+    if isinstance(tiles, TritonTiles):
+        needed = triton_bytes(tiles, head_dim)
+    elif multiplies_in_tensor_memory(device, head_dim, queries, codes=codes):
+        if 2 * (tiles.tile + head_dim) > _TENSOR_COLUMNS:
+            return False
+        needed = tensor_bytes(tiles, head_dim)
+    else:
+        needed = mosaic_bytes(tiles, head_dim, codes=codes)
     return needed <= shared_memory(device)
 
 
@@ -250,6 +250,29 @@ CODES_TABLE = {
 heads of 256: keys are converted while values are used, and the other way round. Of latents no more
 than one fits."""
 
+TENSOR_TABLE = {
+    64: MosaicTiles(128, 4, 2),
+    80: MosaicTiles(128, 3, 2),
+    96: MosaicTiles(128, 2, 2),
+    128: MosaicTiles(128, 2, 1),
+    192: MosaicTiles(64, 2, 1),
+}
+"""By head dim, for many queries, of the kernel that multiplies in tensor memory, where 2 * (tile +
+head dim) columns are at most all there are. Not measured either."""
+TENSOR_ROWS = 128
+"""Queries of a warpgroup of that kernel: the rows of tensor memory."""
+_TENSOR_COLUMNS = 512
+
+
+def multiplies_in_tensor_memory(
+    device: Device, head_dim: int, queries: int, *, codes: bool = False
+) -> bool:
+    """True where mosaic_gpu multiplies in tensor memory (tcgen05): many queries over an exact cache
+    on Blackwell's data centre GPUs; `codes`: the cache approximates."""
+    served = head_dim in TENSOR_TABLE and not codes
+    return device.capability // 10 == 10 and served and queries >= MANY_QUERIES
+
+
 TRITON_TABLE = {
     64: ((64, 3), (64, 2)),
     80: ((64, 3), (64, 2), (32, 2)),
@@ -263,14 +286,18 @@ TRITON_TABLE = {
 measured yet either."""
 
 
-def built_in_mosaic(head_dim: int, queries: int, *, codes: bool = False) -> MosaicTiles:
-    """The tiles in the table; `codes`: the cache approximates.
+def built_in_mosaic(
+    device: Device, head_dim: int, queries: int, *, codes: bool = False
+) -> MosaicTiles:
+    """The tiles in the table for a call of `queries` queries; `codes`: the cache approximates.
 
     Raises:
       NotImplementedError: a head dim that is not in it.
     """
     table = CODES_TABLE if codes else MOSAIC_TABLE
     _check_dim(head_dim, table)
+    if multiplies_in_tensor_memory(device, head_dim, queries, codes=codes):
+        return TENSOR_TABLE[head_dim]
     few, many = table[head_dim]
     return many if queries >= MANY_QUERIES else few
 
@@ -289,7 +316,7 @@ def built_in_triton(
     pairs = TRITON_TABLE[head_dim][1 if codes and head_dim > 128 else 0 :]
     options = [TritonTiles(span, tile, warps, stages) for tile, stages in pairs]
     return _filled(
-        next(tiles for tiles in options if _fits(tiles, device, head_dim)), device, head_dim
+        next(tiles for tiles in options if fits(tiles, device, head_dim, queries)), device, head_dim
     )
 
 
@@ -298,150 +325,3 @@ def _check_dim(head_dim: int, table: Mapping[int, Any]) -> None:
         raise NotImplementedError(
             f"the head dim is {head_dim}, but there are tiles for {', '.join(map(str, table))} only"
         )
-
-
-# JAX caches traces and programs by the value of such a context, so that a jitted function is
-# traced again for other tiles.
-_in_use = jax.make_user_context(None)
-
-
-def use_tiles(tiles: KernelConfig | None) -> AbstractContextManager[None]:
-    """A context in which kernels of the tiles' backend are traced with them.
-
-    None changes nothing.
-    """
-    return _in_use(tiles)
-
-
-def choose_mosaic(
-    device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike
-) -> MosaicTiles:
-    """The mosaic_gpu backend's tiles for a call.
-
-    Those of `use_tiles`, or those measured for such calls, or the table's.
-
-    Args:
-      device: the GPU that the call will run on.
-      head_dim: D.
-      group: G, query heads of a kv head.
-      queries: R * T * G.
-      dtype: of the cache, or of its codes.
-
-    Raises:
-      NotImplementedError: a head dim that is not in the table.
-    """
-    dtype = jnp.dtype(dtype)
-    tiles = _override(device, Key("mosaic_gpu", head_dim, group, bucket(queries), dtype.name))
-    if isinstance(tiles, MosaicTiles):
-        return tiles
-    return built_in_mosaic(head_dim, queries, codes=dtype.itemsize == 1)
-
-
-def choose_triton(
-    device: Device, head_dim: int, group: int, queries: int, dtype: jax.typing.DTypeLike
-) -> TritonTiles:
-    """The triton backend's tiles for a call.
-
-    Arguments, order and errors are those of `choose_mosaic`.
-    """
-    dtype = jnp.dtype(dtype)
-    tiles = _override(device, Key("triton", head_dim, group, bucket(queries), dtype.name))
-    if isinstance(tiles, TritonTiles):
-        return tiles
-    return built_in_triton(device, head_dim, queries, codes=dtype.itemsize == 1)
-
-
-def _override(device: Device, key: "Key") -> KernelConfig | None:
-    if isinstance(_in_use.value, KINDS[key.backend]):
-        return _in_use.value
-    measured = read_tiles(tiles_file()).get(device.kind, {})
-    near = (measured.get(key) for key in key.nearest())
-    codes = jnp.dtype(key.dtype).itemsize == 1
-    fits = (tiles for tiles in near if tiles and _fits(tiles, device, key.head_dim, codes))
-    return next(fits, None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """The kind of calls that tiles were measured for; `queries` is a bucket."""
-
-    backend: str
-    head_dim: int
-    group: int
-    queries: int
-    dtype: str
-
-    def nearest(self) -> Iterator["Key"]:
-        """This key, and those of half and twice as many queries.
-
-        Their tiles are used where this one was not measured.
-        """
-        for queries in (self.queries, self.queries // 2, self.queries * 2):
-            yield dataclasses.replace(self, queries=queries)
-
-
-Measured = dict[str, dict[Key, KernelConfig]]
-"""Tiles by device kind and key."""
-
-
-def tiles_file() -> Path:
-    """The file of measured tiles."""
-    return cache_folder() / "tiles.json"
-
-
-@functools.cache
-def read_tiles(file: Path) -> Measured:
-    """The measured tiles in the file, none if it does not exist.
-
-    A file is read once in a process, until `read_tiles.cache_clear()`. A file that cannot be read,
-    or is of another version, gives a warning and is ignored.
-    """
-    try:
-        return decode_tiles(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"the tiles in {file} cannot be read ({error}); built-in ones are used until `jaxshare "
-            "tune` writes it again",
-            stacklevel=2,
-        )
-        return {}
-
-
-def encode_tiles(measured: Measured) -> dict[str, Any]:
-    """The tiles as plain data, for `decode_tiles`."""
-    return {
-        "version": VERSION,
-        "devices": {
-            kind: [
-                {**dataclasses.asdict(key), "tiles": dataclasses.asdict(tiles)}
-                for key, tiles in entries.items()
-            ]
-            for kind, entries in measured.items()
-        },
-    }
-
-
-def decode_tiles(text: str) -> Measured:
-    """The tiles from the JSON of `encode_tiles`.
-
-    Raises:
-      ValueError: text that is no such JSON, or of another version.
-    """
-    data = json.loads(text)
-    if not isinstance(data, dict) or data.get("version") != VERSION:
-        version = data.get("version") if isinstance(data, dict) else None
-        raise ValueError(f"its version is {version!r}, not {VERSION}")
-    try:
-        return {
-            kind: dict(map(_decode_entry, entries)) for kind, entries in data["devices"].items()
-        }
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"an entry is missing or wrong: {type(error).__name__} {error}") from error
-
-
-def _decode_entry(entry: dict[str, Any]) -> tuple[Key, KernelConfig]:
-    entry = dict(entry)
-    tiles = entry.pop("tiles")
-    return Key(**entry), KINDS[entry["backend"]](**tiles)

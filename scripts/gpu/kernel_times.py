@@ -23,8 +23,8 @@ from typing import Any
 import jax
 
 from jaxshare.attention.api import preferred
+from jaxshare.pallas.chosen_tiles import choose_mosaic, use_tiles
 from jaxshare.pallas.device import current_device
-from jaxshare.pallas.tiles import choose_mosaic, use_tiles
 from scripts.bench.attention import device, without_gpu
 from scripts.bench.lib import Parser, finish, machine, own_command, table, versions
 from scripts.bench.parts.attention import cases

@@ -10,8 +10,9 @@ from typing import Any
 
 from jaxshare import progress
 from jaxshare.models.sources import described
+from jaxshare.pallas.chosen_tiles import tiles_file
 from jaxshare.pallas.device import Device, current_device
-from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, tiles_file
+from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig
 from jaxshare.paths import check_file
 from jaxshare.serving.cli import arguments
 from jaxshare.serving.tuning import kernels

@@ -21,8 +21,8 @@ from packaging.utils import canonicalize_name
 from jaxshare import KVCache, Layout, __version__, block_attention, compile_cache, cpu, make_plan
 from jaxshare.attention.api import BACKENDS, preferred
 from jaxshare.models import ModelConfig
+from jaxshare.pallas.chosen_tiles import tiles_file
 from jaxshare.pallas.device import default_device
-from jaxshare.pallas.tiles import tiles_file
 from jaxshare.paths import cache_folder, unwritable_folder
 from jaxshare.serving.kvcache.free_memory import host_free_bytes
 

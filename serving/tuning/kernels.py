@@ -1,6 +1,6 @@
 """Tuning: measures which tiles of the GPU kernels are fastest on this GPU for a model's shape.
 
-They are saved in the user's cache folder, where the kernels look them up (`jaxshare.pallas.tiles`).
+They are saved in the user's cache folder, where the kernels look them up (`jaxshare.pallas.chosen_tiles`).
 """
 
 import dataclasses
@@ -21,9 +21,17 @@ from jax import Array, lax
 from jaxshare import KVCache, Layout, Plan, Rope, block_attention, make_plan
 from jaxshare.layout import bucket
 from jaxshare.pallas import tiles as tables
+from jaxshare.pallas.chosen_tiles import (
+    Key,
+    decode_tiles,
+    encode_tiles,
+    read_tiles,
+    tiles_file,
+    use_tiles,
+)
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.head_dims import LATENT_DIMS
-from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig, Key, use_tiles
+from jaxshare.pallas.tiles import KINDS, MOSAIC_TABLE, KernelConfig
 from jaxshare.paths import write_json
 from jaxshare.serving.locks import updating
 
@@ -330,7 +338,7 @@ def candidates(
 ) -> list[KernelConfig]:
     """Returns the tiles to measure for a bucket of queries, the built-in ones first."""
     others = (
-        tables.candidates_mosaic(shape.head_dim)
+        tables.candidates_mosaic(device, shape.head_dim, queries)
         if backend == "mosaic_gpu"
         else tables.candidates_triton(device, shape.head_dim, queries)
     )
@@ -339,7 +347,7 @@ def candidates(
 
 def _built_in(backend: str, device: Device, shape: KernelShape, queries: int) -> KernelConfig:
     return (
-        tables.built_in_mosaic(shape.head_dim, queries)
+        tables.built_in_mosaic(device, shape.head_dim, queries)
         if backend == "mosaic_gpu"
         else tables.built_in_triton(device, shape.head_dim, queries)
     )
@@ -422,13 +430,13 @@ def save(device: Device, best: Mapping[Key, KernelConfig], file: Path | None = N
     Raises:
       OSError: the file cannot be written.
     """
-    file = file or tables.tiles_file()
+    file = file or tiles_file()
     with updating(file):
         try:
-            known = tables.decode_tiles(file.read_text(encoding="utf-8"))
+            known = decode_tiles(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             known = {}
         tiles = {**known.get(device.kind, {}), **best}
-        write_json(file, tables.encode_tiles({**known, device.kind: tiles}))
-    tables.read_tiles.cache_clear()
+        write_json(file, encode_tiles({**known, device.kind: tiles}))
+    read_tiles.cache_clear()
     return file

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare import KVCache, Layout, Rope, block_attention, make_plan
+from jaxshare.pallas.chosen_tiles import use_tiles
 from jaxshare.pallas.device import Device, assume_device
-from jaxshare.pallas.tiles import MosaicTiles, use_tiles
+from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.quantised_cache import as_stored, empty_arena
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import (

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from jaxshare import block_attention, cpu, make_plan
 from jaxshare.attention.api import preferred
 from jaxshare.pallas import merge_mosaic_gpu
+from jaxshare.pallas.chosen_tiles import use_tiles
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.head_dims import HEAD_DIMS
 from jaxshare.pallas.products_mosaic_gpu import INTERPRETER_LACKS
-from jaxshare.pallas.tiles import MosaicTiles, use_tiles
+from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.sharding import CyclicSharding
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import (

@@ -12,8 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxshare.attention.api import preferred
-from jaxshare.pallas.device import H200, Device, assume_device
+from jaxshare.pallas.device import Device, assume_device
 from scripts.gpu import programs
 from tests.core.pallas.interpreted import DECODE, case, compare
 from tests.helpers import mostly_slow
@@ -141,14 +140,6 @@ def test_what_is_around_the_products_computes_on(shape):
         shape,
         case([[0, 1], [1, 0, 2], [0, 3]], [1, 1, 1], [200, 70, 3, 0], gaps=[1, 2, 0, 3]),
     )
-
-
-def test_many_queries_are_triton_s_where_its_products_are_faster():
-    with assume_device(BLACKWELL):
-        assert preferred(2047)[0] == preferred()[0] == "mosaic_gpu"
-        assert preferred(2048) == ("triton", "mosaic_gpu", "xla")
-    with assume_device(H200):
-        assert preferred(2048)[0] == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxshare.pallas import tiles
+from jaxshare.pallas import chosen_tiles, tiles
+from jaxshare.pallas.chosen_tiles import Key, choose_mosaic, choose_triton, use_tiles
 from jaxshare.pallas.device import H200, Device
-from jaxshare.pallas.tiles import (
-    Key,
-    MosaicTiles,
-    TritonTiles,
-    choose_mosaic,
-    choose_triton,
-    use_tiles,
-)
+from jaxshare.pallas.tiles import MosaicTiles, TritonTiles
 from jaxshare.paths import cache_folder, write_json
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -93,7 +87,7 @@ def triton_buffers(choice: TritonTiles, dim: int) -> int:
 
 def test_mosaic_tiles_fit_a_hopper_gpu():
     for dim in HEAD_DIMS:
-        found = tiles.candidates_mosaic(dim)
+        found = tiles.candidates_mosaic(H200, dim, 8)
         assert len(set(found)) == len(found) >= 1
         overlaps = {each.overlap for each in found}
         assert overlaps == ({True, False} if dim < 256 else {True})
@@ -155,7 +149,7 @@ def test_triton_tiles_fit(device):
 
 
 def test_mosaic_tiles_of_latents_fit_a_hopper_gpu():
-    found = tiles.candidates_mosaic(LATENT)
+    found = tiles.candidates_mosaic(H200, LATENT, 8)
     assert len(set(found)) == len(found) >= 1
     for choice in [*found, *(choose_mosaic(H200, LATENT, 16, n, "bfloat16") for n in QUERIES)]:
         half = np.dtype(np.float16)
@@ -243,14 +237,14 @@ def test_use_tiles_is_for_its_own_backend_and_for_what_is_traced_in_it():
 def folder(tmp_path, monkeypatch):
     """An empty cache folder, and no file read yet."""
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path))
-    tiles.read_tiles.cache_clear()
+    chosen_tiles.read_tiles.cache_clear()
     yield tmp_path
-    tiles.read_tiles.cache_clear()
+    chosen_tiles.read_tiles.cache_clear()
 
 
 def keep(folder, measured) -> None:
-    write_json(folder / "tiles.json", tiles.encode_tiles(measured))
-    tiles.read_tiles.cache_clear()
+    write_json(folder / "tiles.json", chosen_tiles.encode_tiles(measured))
+    chosen_tiles.read_tiles.cache_clear()
 
 
 def test_measured_tiles_are_used_for_such_calls_on_such_a_device(folder):
@@ -320,7 +314,7 @@ def test_the_file_reads_back_as_it_was_written(folder):
         for kind in ("NVIDIA H200", 'NVIDIA "RTX" 4090/ö')
     }
     keep(folder, measured)
-    assert tiles.read_tiles(folder / "tiles.json") == measured
+    assert chosen_tiles.read_tiles(folder / "tiles.json") == measured
 
 
 ENTRY = {
@@ -364,7 +358,7 @@ ENTRY = {
 def test_a_file_that_cannot_be_read_is_one_warning(folder, text, reason):
     usual = choose_mosaic(H200, 128, 8, 8, "bfloat16")
     (folder / "tiles.json").write_text(text, encoding="utf-8")
-    tiles.read_tiles.cache_clear()
+    chosen_tiles.read_tiles.cache_clear()
     words = (
         r"the tiles in .*tiles\.json cannot be read .*; built-in ones are used until "
         "`jaxshare tune` writes it again"
@@ -388,7 +382,7 @@ def test_the_file_is_read_once(folder):
     assert choose_mosaic(H200, 128, 8, 8, "bfloat16") == MOSAIC
     (folder / "tiles.json").unlink()
     assert choose_mosaic(H200, 128, 8, 8, "bfloat16") == MOSAIC
-    tiles.read_tiles.cache_clear()
+    chosen_tiles.read_tiles.cache_clear()
     assert choose_mosaic(H200, 128, 8, 8, "bfloat16") != MOSAIC
 
 

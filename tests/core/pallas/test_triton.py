@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given, settings
 
 from jaxshare import block_attention, make_plan
+from jaxshare.pallas.chosen_tiles import use_tiles
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.pallas.head_dims import HEAD_DIMS
-from jaxshare.pallas.tiles import TritonTiles, use_tiles
+from jaxshare.pallas.tiles import TritonTiles
 from tests.core.attention.test_attention import Case, Shape, cases, place
 from tests.core.pallas.interpreted import (
     LATENT,

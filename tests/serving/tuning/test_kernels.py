@@ -8,9 +8,10 @@ import pytest
 
 from jaxshare import models
 from jaxshare.attention import api
-from jaxshare.pallas import tiles
+from jaxshare.pallas import chosen_tiles, tiles
+from jaxshare.pallas.chosen_tiles import Key, choose_mosaic, choose_triton
 from jaxshare.pallas.device import H200, Device, assume_device
-from jaxshare.pallas.tiles import Key, MosaicTiles, TritonTiles, choose_mosaic, choose_triton
+from jaxshare.pallas.tiles import MosaicTiles, TritonTiles
 from jaxshare.serving.cli import main
 from jaxshare.serving.tuning import kernels
 from jaxshare.serving.tuning.kernels import Effort, KernelShape, Pass
@@ -23,9 +24,9 @@ SLOW, FAST = MosaicTiles(128, 2, 1), MosaicTiles(64, 5, 1)
 def folder(tmp_path, monkeypatch):
     """Sets and yields an empty cache folder."""
     monkeypatch.setenv("JAXSHARE_CACHE", str(tmp_path / "cache"))
-    tiles.read_tiles.cache_clear()
+    chosen_tiles.read_tiles.cache_clear()
     yield tmp_path / "cache"
-    tiles.read_tiles.cache_clear()
+    chosen_tiles.read_tiles.cache_clear()
 
 
 class Clock:
@@ -89,7 +90,7 @@ def test_the_best_of_every_bucket_is_kept_and_used(capsys, clock, folder):
     # The built-in tiles are taken where nothing is faster.
     assert (
         found["mosaic_gpu", 8]
-        == dataclasses.asdict(tiles.built_in_mosaic(128, 8))
+        == dataclasses.asdict(tiles.built_in_mosaic(H200, 128, 8))
         == result["best"][0]["built_in"]
     )
 
@@ -177,7 +178,7 @@ def test_what_the_file_holds_for_other_shapes_and_devices_stays(capsys, clock, f
             )[0]
             == 0
         )
-    assert tiles.decode_tiles(file.read_text(encoding="utf-8")) == {
+    assert chosen_tiles.decode_tiles(file.read_text(encoding="utf-8")) == {
         "NVIDIA H200": {
             Key("mosaic_gpu", 128, 8, 512, dtype): FAST for dtype in ("bfloat16", "float16")
         },

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 from jaxshare.pallas.block_attention_mosaic_gpu import SETUP_TILES
+from jaxshare.pallas.device import H200 as ASSUMED_DEVICE
 from jaxshare.pallas.tiles import built_in_mosaic
 from scripts.bench.parts.attention.cases import Case
 
@@ -203,7 +204,7 @@ def attention(case: Case, chip: Chip, assumed: Assumed) -> Attention:
     """The time of one layer's attention in a pass."""
     heads, dim = case.heads, case.heads.head_dim
     rows, slots = len(case.rows), max(map(len, case.rows))
-    tile = built_in_mosaic(dim, rows * case.width * heads.group).tile
+    tile = built_in_mosaic(ASSUMED_DEVICE, dim, rows * case.width * heads.group).tile
     of_head = segments(case, tile)
     every = of_head * heads.num_kv_heads
     items = cut([s.tiles for s in every], chip.multiprocessors, SETUP_TILES)
