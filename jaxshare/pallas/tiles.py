@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxshare.deprecated import renamed
 from jaxshare.layout import bucket
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.head_dims import LATENT_DIMS, shares_queries, store_columns
@@ -325,3 +326,18 @@ def _check_dim(head_dim: int, table: Mapping[int, Any]) -> None:
         raise NotImplementedError(
             f"the head dim is {head_dim}, but there are tiles for {', '.join(map(str, table))} only"
         )
+
+
+_MOVED = (
+    "VERSION",
+    "Key",
+    "Measured",
+    "choose_mosaic",
+    "choose_triton",
+    "decode_tiles",
+    "encode_tiles",
+    "read_tiles",
+    "tiles_file",
+    "use_tiles",
+)
+__getattr__ = renamed(__name__, {name: f"jaxshare.pallas.chosen_tiles.{name}" for name in _MOVED})
