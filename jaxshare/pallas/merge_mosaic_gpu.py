@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jaxtyping import Float
 
 from jaxshare.attention.merge import merge_over, sinks_here
@@ -119,7 +120,8 @@ def _merge_kernel(
     group = heads // kv_heads
     together = width * group // at_once  # of a row and a kv head
     number = lax.axis_index("four") * 4 + lax.axis_index("warpgroup")
-    number = jnp.minimum(number, rows * kv_heads * together - 1)
+    count = rows * kv_heads * together
+    is_over, number = number >= count, jnp.minimum(number, count - 1)
     row, rest_of_row = lax.div(number, kv_heads * together), lax.rem(number, kv_heads * together)
     kv_head, first_query = lax.div(rest_of_row, together), lax.rem(rest_of_row, together) * at_once
     pieces_at_once = max(1, _LINES_AT_ONCE // at_once)
@@ -175,9 +177,11 @@ def _merge_kernel(
         loaded = (ref[lax.rem(to, heads)] for to in places)
         sinks = [sink.astype(jnp.float32) * math.log2(math.e) for sink in loaded]
         states = [(sink, exp2(jnp.where(sink == -jnp.inf, sink, 0.0)), zero) for sink in sinks]
-    for to, (top, total, mixed) in zip(
-        places, lax.fori_loop(0, slots, add_block, tuple(states)), strict=True
-    ):
-        merged_ref[to] = (mixed / jnp.where(total == 0.0, 1.0, total)).astype(dtype)
-        for ref in lse_out_ref:
-            ref[to] = jnp.log2(total) + top
+    merged = lax.fori_loop(0, slots, add_block, tuple(states))
+
+    @pl.when(~is_over)
+    def _store() -> None:
+        for to, (top, total, mixed) in zip(places, merged, strict=True):
+            merged_ref[to] = (mixed / jnp.where(total == 0.0, 1.0, total)).astype(dtype)
+            for ref in lse_out_ref:
+                ref[to] = jnp.log2(total) + top

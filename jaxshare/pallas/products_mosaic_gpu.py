@@ -72,7 +72,9 @@ class WarpgroupProducts(NamedTuple):
 
             return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP, tile), jnp.float32))
         if self.interpret:  # INTERPRETER_LACKS
-            return jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+            found = jnp.dot(queries[...], keys[...].T, preferred_element_type=jnp.float32)
+            plgpu.commit_smem()  # as wgmma reads
+            return found
         layout, dtype = plgpu.Layout, queries.dtype
         columns = min(dim & -dim, COLUMNS)
         zero = jnp.zeros((WARPGROUP, TOKENS), jnp.float32)
@@ -189,7 +191,9 @@ class WarpgroupProducts(NamedTuple):
         """mixed + weights times values [tile, D], a ref of shared memory."""
         plgpu = self.plgpu
         if self.interpret:  # INTERPRETER_LACKS
-            return mixed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+            found = mixed + jnp.dot(weights, values[...], preferred_element_type=jnp.float32)
+            plgpu.commit_smem()  # as wgmma reads
+            return found
         if not self.by_warps:
 
             def mix(ref: Any) -> None:

@@ -225,6 +225,7 @@ def wide_kernel(
                 each + jnp.dot(weights, ref[...], preferred_element_type=jnp.float32)
                 for each, ref in zip(mixed, v, strict=True)
             )
+            plgpu.commit_smem()  # as wgmma reads
         else:
 
             def multiply(refs: Any) -> None:

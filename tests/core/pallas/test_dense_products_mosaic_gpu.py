@@ -22,6 +22,12 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def races():
+    """They are not looked for: tiles of outputs, and blocks of rows, that overlap are meant to, and
+    write the same."""
+
+
 @pytest.mark.parametrize(
     ("shape", "format", "group", "zeros", "ordered"),
     mostly_slow(

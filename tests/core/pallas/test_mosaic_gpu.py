@@ -1,7 +1,7 @@
 """The mosaic_gpu backend, interpreted on the CPU, against float64 numpy.
 
-Threads and barriers are included. Interpreting takes seconds a call: a few shapes here, many
-examples among the slow tests. test_work_items tests how work is cut, test_gpu_lowering and `make
+Threads and barriers are included, and races are looked for (conftest.py). Interpreting takes seconds
+a call: a few shapes here, many examples among the slow tests. test_work_items tests how work is cut, test_gpu_lowering and `make
 gpu-compile` that the kernels compile.
 """
 
@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxshare import block_attention, cpu, make_plan
 from jaxshare.attention.api import preferred
@@ -42,6 +45,39 @@ INTERPRETED = Device("interpreted", 90, multiprocessors=2, interpret=True)
 
 def check(shape: Shape, case: Case, device: Device = INTERPRETED) -> None:
     compare("mosaic_gpu", device, shape, case)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_interpreter_finds_races(waits):
+    """A warpgroup writes what another one reads, which has to wait."""
+
+    def kernel(out, shared, written):
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _():
+            shared[0] = jnp.int32(7)
+            plgpu.barrier_arrive(written)
+
+        @pl.when(lax.axis_index("warpgroup") == 1)
+        def _():
+            if waits:
+                plgpu.barrier_wait(written)
+            out[0] = shared[0]
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),
+        scratch_types=[plgpu.SMEM((1,), jnp.int32), plgpu.Barrier()],
+        grid=(1,),
+        grid_names=("item",),
+        num_threads=2,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    if waits:
+        assert int(run()[0]) == 7
+    else:
+        with pytest.raises(Exception, match="RACE DETECTED"):
+            jax.block_until_ready(run())
 
 
 def test_shared_and_private_blocks_that_start_anywhere():

@@ -5,7 +5,6 @@ That it compiles, `make gpu-compile` tests.
 """
 
 import dataclasses
-import functools
 from unittest import mock
 
 import jax
@@ -13,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxshare.attention.api import preferred
@@ -57,10 +54,8 @@ LAYOUT = case(
 
 @pytest.fixture(autouse=True)
 def many(monkeypatch):
-    """A few queries are many, and the interpreter looks for races."""
+    """A few queries are many."""
     monkeypatch.setattr(tiles, "MANY_QUERIES", 1)
-    looking = functools.partial(plgpu.InterpretGPUParams, detect_races=True)
-    monkeypatch.setattr(plgpu, "InterpretGPUParams", looking)
 
 
 def check(shape: Shape, case: Case, device: Device = INTERPRETED) -> None:
@@ -143,32 +138,6 @@ def test_many_layouts(case):
 @given(cases(dataclasses.replace(MANY, scoring=Scoring(window=70)), lengths=SOME_LENGTHS))
 def test_many_layouts_with_windows(case):
     check(dataclasses.replace(MANY, scoring=Scoring(window=70)), case)
-
-
-def test_the_interpreter_finds_races():
-    """A warp writes what another reads; only the second one waits."""
-
-    def kernel(out, shared, barrier):
-        @plgpu.warp_map
-        def _(warp):
-            @pl.when(warp == 0)
-            def _():
-                shared[0] = jnp.int32(1)
-
-            @pl.when(warp == 1)
-            def _():
-                out[0] = shared[0]
-
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((1,), jnp.int32),
-        scratch_types=[plgpu.SMEM((1,), jnp.int32), plgpu.Barrier()],
-        grid=(1,),
-        grid_names=("item",),
-        interpret=plgpu.InterpretGPUParams(),
-    )
-    with pytest.raises(Exception, match="RACE DETECTED"):
-        jax.block_until_ready(run())
 
 
 @pytest.mark.parametrize("dim", mostly_slow([128, 64, 80, 96, 192], 1))
