@@ -85,9 +85,9 @@ QUICK = tuple(
     dict.fromkeys(
         [
             *(
-                Case(head_dim, 4, "bfloat16", *one)
+                Case(head_dim, group, "bfloat16", *one)
                 for head_dim in HEAD_DIMS
-                for one in (PASSES[0], PASSES[4])
+                for group, one in ((4, PASSES[0]), (4, PASSES[4]), (8, PASSES[4]))
             ),
             *(Case(128, group, "bfloat16", *PASSES[0]) for group in GROUPS),
             *(Case(128, 8, "bfloat16", *one) for one in PASSES),
@@ -102,6 +102,7 @@ SCORED = (
     Case(256, 2, "bfloat16", *PASSES[0], Scoring(4096, 50.0)),
     Case(128, 2, "float16", *PASSES[4], Scoring(4096, 50.0, True)),
     Case(128, 4, "bfloat16", *PASSES[3], Scoring(softcap=30.0)),
+    Case(128, 8, "float16", *PASSES[5], Scoring(4096, 50.0, True)),
     Case(128, 128, "bfloat16", *PASSES[0]),
 )
 """Windows, softcaps and sinks, as gpt-oss and Gemma 2 have them, and many query heads."""
@@ -125,7 +126,7 @@ CODED = (
     Case(LATENT_DIM, 128, "float16", *PASSES[2], Scoring(4096, 50.0), approximate="int8"),
 )
 """Caches that approximate."""
-APPENDING = (*QUICK[: 2 * len(HEAD_DIMS) : 2], *CODED[: 2 * len(HEAD_DIMS)], LATENT[0], *CODED[-3:])
+APPENDING = (*QUICK[: 3 * len(HEAD_DIMS) : 3], *CODED[: 2 * len(HEAD_DIMS)], LATENT[0], *CODED[-3:])
 """What is compiled with its appends too: every head dim, with every form of caches."""
 QUICK_SPREAD = tuple(
     case for case in QUICK if case.group == 4 and (case.width, case.rows, case.blocks) == PASSES[0]
@@ -185,7 +186,6 @@ def attention(
     )
     heads = config.num_kv_heads * case.group
     q = jax.ShapeDtypeStruct((case.rows, case.width, heads, case.head_dim), case.dtype)
-
     new = [
         jax.ShapeDtypeStruct((*q.shape[:2], config.num_kv_heads, size), case.dtype)
         for size in (case.head_dim, config.value_dim)

@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.bench.lib import Goal, table
 from scripts.gpu.expert_report import experts_text, goals_of_experts
-from scripts.gpu.listings import PRODUCTS
+from scripts.gpu.kernel_report import goals_of_kernels, kernels_text
 from scripts.gpu.prompt_report import goals_of_prompts, prompts_text
 from scripts.gpu.quantised_report import goals_of_quantised, quantised_text
 from scripts.gpu.targets import HOPPER, Target
@@ -60,7 +60,7 @@ def all_goals(
     return [
         *_goals_of_compiling((*kernels, *steps, *devices, *prompts, *experts, *cold, *quantised)),
         *_goals_of_serving(declined, results, target),
-        *_goals_of_kernels((*kernels, *devices, *quantised), target.shared[0]),
+        *goals_of_kernels((*kernels, *devices, *quantised), target),
         *_goals_of_plans(results.get("plan")),
         *(goal for step in compiled for goal in _goals_of_memory(step)),
         *(goal for step in devices if step["error"] is None for goal in goals_of_sending(step)),
@@ -111,42 +111,6 @@ def _goals_of_compiling(programs: Sequence[Mapping[str, Any]]) -> list[Goal]:
         )
         for backend in dict.fromkeys(program["backend"] for program in programs)
     ]
-
-
-def _goals_of_kernels(programs: Sequence[Mapping[str, Any]], most: int) -> list[Goal]:
-    """The goals of the kernels of each GPU backend; `most` bytes of shared memory has a block."""
-    goals = []
-    for backend in dict.fromkeys(p["backend"] for p in programs if p["backend"] != "xla"):
-        own = [
-            kernel
-            for program in programs
-            if program["backend"] == backend
-            for kernel in program.get("kernels", [])
-        ]
-        spilled = max((kernel["spill_bytes"] for kernel in own), default=None)
-        shared = max(map(shared_bytes, own), default=None)
-        serialized = sum(kernel.get("serialized", 0) for kernel in own)  # older results have none
-        goals += [
-            Goal(f"{backend}: bytes that a kernel spills, most", spilled, 0, at_most=True),
-            Goal(
-                f"{backend}: kernels whose wgmma wait for each other", serialized, 0, at_most=True
-            ),
-            Goal(
-                f"{backend}: bytes of shared memory of a block, most",
-                shared,
-                most,
-                at_most=True,
-            ),
-        ]
-        under = [
-            found["under"] / found["exponentials"]
-            for program in programs
-            if program["backend"] == backend and (found := program.get("under_products"))
-        ]
-        if under:
-            name = f"{backend}: exponentials under a product, where two overlap, of all"
-            goals.append(Goal(name, min(under), 1))
-    return goals
 
 
 def _goals_of_plans(plans: Sequence[Mapping[str, Any]] | None) -> list[Goal]:
@@ -245,10 +209,6 @@ def goals_of_sending(step: Mapping[str, Any]) -> list[Goal]:
     return goals
 
 
-def shared_bytes(kernel: Mapping[str, Any]) -> int:
-    return kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
-
-
 def as_text(report: Mapping[str, Any]) -> str:
     """The report without its goals."""
     found = report["versions"]
@@ -257,7 +217,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         "and speed take a GPU"
     ]
     tables = {
-        "kernels": _kernels_text,
+        "kernels": kernels_text,
         "steps": _steps_text,
         "devices": _devices_text,
         "prompts": prompts_text,
@@ -266,7 +226,7 @@ def as_text(report: Mapping[str, Any]) -> str:
         "sampling": _sampling_text,
         "cold": _cold_text,
         "quantised": quantised_text,
-        "codes": _kernels_text,
+        "codes": kernels_text,
         "steps of codes": _steps_text,
     }
     shown = {**report, "codes": _coded(report)[0], "steps of codes": _coded(report)[1]}
@@ -286,33 +246,6 @@ def as_text(report: Mapping[str, Any]) -> str:
             )
         )
     return "\n\n".join(lines)
-
-
-def _kernels_text(results: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        (
-            f"{r['backend']}: {r['name']}",
-            k["name"],
-            str(k["registers"]),
-            str(k["spill_bytes"]),
-            str(k["static_shared_bytes"]),
-            str(k["dynamic_shared_bytes"]),
-            *(str(k.get(kind, "-")) for kind in PRODUCTS),  # older results have none
-            _under_products(r, k),
-        )
-        for r in results
-        for k in r.get("kernels", [])
-    ]
-    numbers = "registers", "spilled", "static shared", "dynamic", *PRODUCTS, "under products"
-    return table(("block attention", "kernel", *numbers), rows)
-
-
-def _under_products(result: Mapping[str, Any], kernel: Mapping[str, Any]) -> str:
-    """The exponentials of a kernel's loop that are made under a product, of all."""
-    if kernel.get("serialized"):
-        return "wgmma wait"
-    found = result.get("under_products") if kernel.get("wgmma") else None
-    return f"{found['under']} of {found['exponentials']}" if found else "-"
 
 
 def _steps_text(results: Sequence[Mapping[str, Any]]) -> str:
