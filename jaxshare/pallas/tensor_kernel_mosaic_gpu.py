@@ -6,7 +6,7 @@ instruction after the other, and leaves the results in tensor memory, of which a
 Of the third one warp fetches, as in `jaxshare.pallas.kernel_mosaic_gpu`, and another multiplies:
 
   * it makes the scores of both for a tile; one warpgroup makes weights of its scores while the
-    products of the other run (FlashAttention-4, section 3.1; Hydragen section 3.2);
+    products of the other run, as in FlashAttention-4 (Hydragen section 3.2);
   * weights take the place of the scores that they are of, and the results stay in tensor memory
     until the end of a piece. A warpgroup scales them only where a maximum rises by more than
     `RISE`: until then weights are relative to a maximum before, which changes no result.
