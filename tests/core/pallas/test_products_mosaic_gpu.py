@@ -2,23 +2,18 @@
 lower and compute on, for a GPU that is not there."""
 
 import dataclasses
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxshare.pallas.device import Device, assume_device
+from jaxshare.pallas.device import assume_device
 from scripts.gpu import programs
+from tests.core.pallas.blackwell import BLACKWELL, INTERPRETED, lowered_for_blackwell
 from tests.core.pallas.interpreted import DECODE, case, compare
 from tests.helpers import mostly_slow
-
-BLACKWELL = Device("NVIDIA B200", 100, 148)
-INTERPRETED = Device("interpreted", 100, multiprocessors=2, interpret=True)
 
 
 def held(layout: mgpu.TiledLayout, shape: tuple[int, int]) -> dict[tuple[int, int], list[tuple]]:
@@ -118,18 +113,7 @@ def test_the_right_operand_lies_as_in_the_table_of_mma():
     ids=str,
 )
 def test_kernels_lower_for_a_gpu_without_wgmma(one):
-    described = AbstractMesh(
-        (), (), abstract_device=AbstractDevice(BLACKWELL.kind, BLACKWELL.multiprocessors, "gpu")
-    )
-    function, arguments = programs.attention(one, "mosaic_gpu")
-    with (
-        # Mosaic takes each GPU that is not there for a Hopper.
-        mock.patch.object(utils, "_infer_arch", lambda: (10, 0)),
-        assume_device(BLACKWELL),
-        jax.sharding.use_abstract_mesh(described),
-    ):
-        text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 2
+    assert lowered_for_blackwell(one).count("@mosaic_gpu_v2") == 2
 
 
 @pytest.mark.parametrize("shape", mostly_slow([DECODE, dataclasses.replace(DECODE, dim=128)], 1))

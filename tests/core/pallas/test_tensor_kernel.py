@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from jax.experimental.mosaic.gpu import utils
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxshare.attention.api import preferred
 from jaxshare.pallas import tensor_kernel_mosaic_gpu, tiles
@@ -23,12 +21,10 @@ from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.quantised import quantised
 from scripts.gpu import programs
 from tests.core.attention.test_attention import Case, Shape, cases
+from tests.core.pallas.blackwell import BLACKWELL, INTERPRETED, lowered_for_blackwell
 from tests.core.pallas.interpreted import SOME_LENGTHS, case, compare
 from tests.helpers import Scoring, mostly_slow
 
-BLACKWELL = Device("NVIDIA B200", 100, 148)
-INTERPRETED = Device("interpreted", 100, multiprocessors=2, interpret=True)
-"""Two work items, so that most cuts fall inside blocks."""
 MANY = Shape(
     rows=7,
     width=3,
@@ -142,19 +138,8 @@ def test_many_layouts_with_windows(case):
 
 @pytest.mark.parametrize("dim", mostly_slow([128, 64, 80, 96, 192], 1))
 def test_it_lowers_for_blackwell(dim):
-    described = AbstractMesh(
-        (), (), abstract_device=AbstractDevice(BLACKWELL.kind, BLACKWELL.multiprocessors, "gpu")
-    )
     one = programs.Case(dim, 8, "bfloat16", *programs.PASSES[1])
-    function, arguments = programs.attention(one, "mosaic_gpu")
-    with (
-        # Mosaic takes each GPU that is not there for a Hopper.
-        mock.patch.object(utils, "_infer_arch", lambda: (10, 0)),
-        assume_device(BLACKWELL),
-        jax.sharding.use_abstract_mesh(described),
-    ):
-        text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == 2
+    assert lowered_for_blackwell(one).count("@mosaic_gpu_v2") == 2
 
 
 def buffers(choice: MosaicTiles, dim: int) -> int:
