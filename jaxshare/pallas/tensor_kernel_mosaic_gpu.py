@@ -310,7 +310,7 @@ def tensor_kernel(
         plgpu.barrier_wait(memory.scores_full.at[half])
         scores = plgpu.async_load_tmem(scores_of[half], layout=native)
         plgpu.wait_load_tmem()
-        scores = capped(scores, softcap, few_registers=True)
+        scores = capped(scores, softcap, few_registers=size > 64)
         if masked:
             limit, unseen = seen_by
             seen = reads.seen(plgpu, now, i, limit, unseen, layout=native)
