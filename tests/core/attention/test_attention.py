@@ -650,7 +650,7 @@ def test_the_named_backend_is_used(small, backends):
 
 
 def test_without_a_name_the_preferred_backend_is_used(small, backends):
-    backends.setattr(api, "preferred", lambda _: ("no_gpu", "one"))
+    backends.setattr(api, "preferred", lambda *_: ("no_gpu", "one"))
     assert (block_attention(*small) == 1).all()
 
 
