@@ -91,10 +91,7 @@ def preferred(queries: int = 1, keys: Arena | None = None) -> tuple[str, ...]:
         # Blackwell's fast products are tcgen05, which Triton takes for many queries, and Mosaic's
         # kernels over caches of some forms; for few queries memory sets the pace.
         if device.capability >= 100 and queries >= MANY_QUERIES:
-            head_dim, codes = (
-                0 if keys is None else keys.shape[2],
-                is_quantised(keys),
-            )
+            head_dim, codes = 0 if keys is None else keys.shape[2], is_quantised(keys)
             if not multiplies_in_tensor_memory(device, head_dim, queries, codes=codes):
                 return ("triton", "mosaic_gpu", "xla")
         return ("mosaic_gpu", "triton", "xla")

@@ -127,7 +127,7 @@ def _attended(
     )
     if latent:
         dim -= 2 * plan.query_cos.shape[-1]
-    if launch.work.span == SPAN:
+    if launch.work.span == SPAN:  # which no other kernel has
         out, lse = _tensor_pieces(queries, keys, values, launch)
     elif shares_queries(q.shape[3], isinstance(keys, QuantisedTensor)):
         apart = None if latent else values

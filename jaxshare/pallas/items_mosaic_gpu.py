@@ -96,6 +96,24 @@ class ItemReads:
         start = jnp.minimum(now.start + before, self._arena - self._tile)
         return self._multiple_of(start, ALIGNMENT), before
 
+    def bounds(
+        self, plgpu: Any, now: SegmentTiles, refs: Sequence[Any], first: Any, rows: int, layout: Any
+    ) -> list[Array]:
+        """The numbers of tokens that some of a segment's queries see, and do not see, counted from the
+        start of its first tile; plgpu is Pallas' Mosaic GPU module.
+
+        Args:
+          now: the segment.
+          refs: `Work.limits`, and with a sliding window `Work.unseen`.
+          first: the first of the queries, counted from the segment's.
+          rows: how many.
+          layout: of the results.
+        """
+        queries = pl.ds(now.query + first, rows)
+        return [
+            now.lead + plgpu.load(ref.at[queries], layout=layout, optimized=False) for ref in refs
+        ]
+
     def seen(
         self,
         plgpu: Any,
@@ -108,8 +126,8 @@ class ItemReads:
         """True where a query sees a token of the i-th tile read, [queries, tile]; plgpu is Pallas'
         Mosaic GPU module.
 
-        `limit`, and with a sliding window `unseen`, are those of the queries, counted from the start of
-        the first tile. `layout` is that of the result, by default WGMMA, of which there are 64.
+        `limit`, and with a sliding window `unseen`, are those of the queries, from `bounds`. `layout` is
+        that of the result, by default WGMMA, of which there are 64.
         """
         start, before = self.window(now, i)
         skipped = start - now.start

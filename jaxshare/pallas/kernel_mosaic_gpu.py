@@ -187,15 +187,13 @@ def attention_kernel(
             query_slot = lax.rem(pieces, tiles.query_stages)
             narrow = now.queries <= WARPGROUP
             half = jnp.where(narrow, 0, warpgroup)
-            # counted from the start of the first tile
-            limit, *unseen = (
-                now.lead
-                + plgpu.load(
-                    ref.at[pl.ds(now.query + half * WARPGROUP, WARPGROUP)],
-                    layout=wgmma.reduce(1),
-                    optimized=False,
-                )
-                for ref in (limit_ref, *unseen_ref)
+            limit, *unseen = reads.bounds(
+                plgpu,
+                now,
+                (limit_ref, *unseen_ref),
+                half * WARPGROUP,
+                WARPGROUP,
+                wgmma.reduce(1),
             )
             plgpu.barrier_wait(barriers.query_full.at[2 * query_slot])
             # Both wait for both halves: a warpgroup that skipped a phase of a barrier would take

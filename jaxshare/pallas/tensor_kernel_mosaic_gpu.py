@@ -373,15 +373,8 @@ def tensor_kernel(
 
         @pl.when(is_read(now) & is_wide(now) if half else is_read(now))
         def _() -> None:
-            # counted from the start of the first tile
-            limit, *unseen = (
-                now.lead
-                + plgpu.load(
-                    ref.at[pl.ds(now.query + half * ROWS, ROWS)],
-                    layout=native.reduce(1),
-                    optimized=False,
-                )
-                for ref in (limit_ref, *unseen_ref)
+            limit, *unseen = reads.bounds(
+                plgpu, now, (limit_ref, *unseen_ref), half * ROWS, ROWS, native.reduce(1)
             )
             take = functools.partial(weigh, half, now, (limit, unseen))
             whole = jnp.clip(now.full, now.first, now.end)

@@ -298,13 +298,8 @@ def wide_kernel(
         def score_piece(number: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
             pieces, used, given = done
             now, slot_of_queries = reads.segment(number), query_slot(pieces)
-            # counted from the start of the first tile
-            limit, *unseen = (
-                now.lead
-                + plgpu.load(
-                    ref.at[pl.ds(now.query, WARPGROUP)], layout=wgmma.reduce(1), optimized=False
-                )
-                for ref in (limit_ref, *unseen_ref)
+            limit, *unseen = reads.bounds(
+                plgpu, now, (limit_ref, *unseen_ref), 0, WARPGROUP, wgmma.reduce(1)
             )
             plgpu.barrier_wait(memory.query_full.at[slot_of_queries])
 

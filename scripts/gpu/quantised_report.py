@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scripts.bench.lib import Goal, table
+from scripts.gpu.kernel_report import shared_bytes
 
 APART = 0.05
 """The part by which bytes that kernels read may differ from those that are kept."""
@@ -69,7 +70,7 @@ def _products(results: Sequence[Mapping[str, Any]]) -> str:
             (
                 f"{r['backend']}, {r['name']}",
                 *(str(kernel[key]) for key in ("registers", "spill_bytes")),
-                str(kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]),
+                str(shared_bytes(kernel)),
                 f"{r['temp_bytes'] / 1e6:.1f}",
                 f"{r['loop']['per_number']:.2f}",
                 *(f"{1e6 * value:.1f}" for value in seconds.values()),

@@ -14,14 +14,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxshare.decoding import truncation
 from jaxshare.models import residual
 from jaxshare.pallas import block_attention_mosaic_gpu
 from jaxshare.pallas.dense_products import gpu_dense_product
-from jaxshare.pallas.device import H200, assume_device
+from jaxshare.pallas.device import H200
 from scripts.gpu import programs, quantised_steps
+from tests.core.pallas.lowering import lowered_for
 from tests.helpers import mostly_slow
 from tests.paths import ROOT
 
@@ -31,14 +31,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
 
-DESCRIBED = AbstractMesh(
-    (),
-    (),
-    abstract_device=AbstractDevice(
-        device_kind=H200.kind, num_cores=H200.multiprocessors, platform="gpu"
-    ),
-)
-"""A GPU without a machine: JAX lowers Triton kernels only for a described one."""
 TARGETS = {"mosaic_gpu": "mosaic_gpu_v2", "triton": "xla.gpu.triton"}
 """The name in StableHLO of the calls of each backend's kernels."""
 # Each head dim, each G, both dtypes and each kind of pass among them.
@@ -63,13 +55,7 @@ def lowered(backend: str, function, *arguments, **options) -> str:
     """A function as StableHLO for CUDA; arguments are shapes."""
     if backend == "triton" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         pytest.skip("this JAX has no Triton backend any more")
-    with assume_device(H200), jax.sharding.use_abstract_mesh(DESCRIBED):
-        return (
-            jax.jit(function, **options)
-            .trace(*arguments)
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+    return lowered_for(H200, function, *arguments, **options)
 
 
 def calls(text: str) -> set[str]:

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
 
-from jaxshare.pallas.device import assume_device
+from jaxshare.pallas.device import Device, assume_device
 from scripts.gpu import programs
-from tests.core.pallas.blackwell import BLACKWELL, INTERPRETED, lowered_for_blackwell
 from tests.core.pallas.interpreted import DECODE, case, compare
+from tests.core.pallas.lowering import BLACKWELL, lowered_for
 from tests.helpers import mostly_slow
+
+INTERPRETED = Device("interpreted", 100, multiprocessors=2, interpret=True)
+"""Two work items, so that most cuts fall inside blocks."""
 
 
 def held(layout: mgpu.TiledLayout, shape: tuple[int, int]) -> dict[tuple[int, int], list[tuple]]:
@@ -113,7 +116,9 @@ def test_the_right_operand_lies_as_in_the_table_of_mma():
     ids=str,
 )
 def test_kernels_lower_for_a_gpu_without_wgmma(one):
-    assert lowered_for_blackwell(one).count("@mosaic_gpu_v2") == 2
+    function, arguments = programs.attention(one, "mosaic_gpu")
+    text = lowered_for(BLACKWELL, function, *arguments)
+    assert text.count("@mosaic_gpu_v2") == 2
 
 
 @pytest.mark.parametrize("shape", mostly_slow([DECODE, dataclasses.replace(DECODE, dim=128)], 1))

@@ -21,10 +21,12 @@ from jaxshare.pallas.tiles import MosaicTiles
 from jaxshare.quantised import quantised
 from scripts.gpu import programs
 from tests.core.attention.test_attention import Case, Shape, cases
-from tests.core.pallas.blackwell import BLACKWELL, INTERPRETED, lowered_for_blackwell
 from tests.core.pallas.interpreted import SOME_LENGTHS, case, compare
+from tests.core.pallas.lowering import BLACKWELL, lowered_for
 from tests.helpers import Scoring, mostly_slow
 
+INTERPRETED = Device("interpreted", 100, multiprocessors=2, interpret=True)
+"""Two work items, so that most cuts fall inside blocks."""
 MANY = Shape(
     rows=7,
     width=3,
@@ -139,7 +141,9 @@ def test_many_layouts_with_windows(case):
 @pytest.mark.parametrize("dim", mostly_slow([128, 64, 80, 96, 192], 1))
 def test_it_lowers_for_blackwell(dim):
     one = programs.Case(dim, 8, "bfloat16", *programs.PASSES[1])
-    assert lowered_for_blackwell(one).count("@mosaic_gpu_v2") == 2
+    function, arguments = programs.attention(one, "mosaic_gpu")
+    text = lowered_for(BLACKWELL, function, *arguments)
+    assert text.count("@mosaic_gpu_v2") == 2
 
 
 def buffers(choice: MosaicTiles, dim: int) -> int:
