@@ -258,13 +258,18 @@ def _is_finite(value: Float[np.ndarray, "..."], dtype: jnp.dtype) -> bool:
 
 
 def _on_device(value: Parameter, dtype: jnp.dtype) -> Any:
-    """A copy of an array of a file, whose conversion takes a program for each shape."""
+    """A copy of an array of a file. To convert it on the device takes a program for each shape, which
+    small ones are not worth."""
     if isinstance(value, QuantisedTensor):
         return jax.tree.map(lambda each: jax.device_put(np.array(each)), _in_dtype(value, dtype))
-    if value.dtype == dtype:
-        return jax.device_put(np.array(value))
-    return jnp.asarray(value).astype(dtype)
+    if value.size <= _SMALL:
+        with np.errstate(over="ignore"):
+            return jax.device_put(np.array(value, dtype))
+    return jax.device_put(np.array(value)).astype(dtype)
 
+
+_SMALL = 2**16
+"""As many numbers as a host converts sooner than a program is compiled."""
 
 _BITS_AT_ONCE = 2**18
 """As many numbers as fit in a processor's cache."""

@@ -28,6 +28,11 @@ from jaxshare.models.layers import Decoder
 from jaxshare.models.mla import MLA
 
 
+def on_device(values: Any, dtype: Any = None) -> jax.Array:
+    """An array of the host on the device, converted by numpy: JAX compiles a program for each shape."""
+    return jax.device_put(np.asarray(values).astype(dtype) if dtype else np.asarray(values))
+
+
 def mostly_slow(values: Iterable[Any], quick: int = 1, *, several: bool = False) -> list[Any]:
     """Parameters of a test, of which `make test` takes the first `quick` and `make test-all` all;
     `several` where each is a tuple of the values of several names."""
@@ -84,8 +89,8 @@ def init(config: ModelConfig, seed: int = 0, spread: float = 1.5):
     def fill(path, leaf):
         name, noise = path[-1].key, rng.normal(size=leaf.shape)
         if name == "scale":
-            return jnp.asarray(1 + 0.2 * noise, jnp.float32)
-        return jnp.asarray(
+            return on_device(1 + 0.2 * noise, jnp.float32)
+        return on_device(
             noise
             * (
                 spread * leaf.shape[1] ** -0.5
@@ -342,9 +347,9 @@ def cache_with(
     for k, v, at, phase in zip(blocks, values, offsets, phases, strict=True):
         keys[at : at + len(k)] = rotated(k, phase + np.arange(len(k)), rope, rope.attention_factor)
         kept[at : at + len(v)] = v
-    arenas = (jnp.asarray(a.swapaxes(0, 1), dtype) for a in (keys, kept))
+    arenas = (on_device(a.swapaxes(0, 1), dtype) for a in (keys, kept))
     numbers = (
-        jnp.asarray(n, jnp.int32) for n in (offsets, [len(b) for b in blocks], capacities, phases)
+        on_device(n, jnp.int32) for n in (offsets, [len(b) for b in blocks], capacities, phases)
     )
     return KVCache(*((a,) for a in arenas), *numbers, faults=jnp.zeros((), jnp.int32), rope=rope)
 

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int
@@ -135,10 +134,10 @@ class ByteAutomaton:
         used, classes = np.unique(classes, return_inverse=True)
         by_state = np.stack([functions[number] for number in used], axis=1)
         return TokenAutomaton(
-            classes=jnp.asarray(classes, jnp.int32),
-            transitions=jnp.asarray(by_state >> 1, jnp.int32),
-            marks=jnp.asarray(by_state % 2 == 1),
-            start=jnp.asarray(self.start, jnp.int32),
+            classes=jax.device_put(classes.astype(np.int32)),
+            transitions=jax.device_put((by_state >> 1).astype(np.int32)),
+            marks=jax.device_put(by_state % 2 == 1),
+            start=jax.device_put(np.int32(self.start)),
         )
 
 

@@ -126,7 +126,7 @@ def _padded(arrays: Sequence[np.ndarray], *shape: int) -> Array:
     whole = np.zeros((len(arrays), *shape), np.int32)
     for n, array in enumerate(arrays):
         whole[n][tuple(map(slice, array.shape))] = array
-    return jnp.asarray(whole)
+    return jax.device_put(whole)
 
 
 def trace_attention(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
@@ -150,7 +149,9 @@ def read(
             path = tensor.path
             less = int(adds_one and path[-1] == "scale")
             value = _value(file, tensor, place, kept_dtype(path, dtype), check, less)
-            params[path] = put(path, value) if put else jax.tree.map(jnp.asarray, value)
+            params[path] = (
+                put(path, value) if put else jax.device_put(jax.tree.map(np.array, value))
+            )
             jax.block_until_ready(params[path])
             work.update(int(np.prod(tensor.shape)))
     return {"params": nested(params)}

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
@@ -292,5 +291,5 @@ def as_params(weights: Mapping[Path, Any]) -> dict[str, Any]:
         node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = jax.tree.map(jnp.asarray, value)
+        node[path[-1]] = jax.device_put(value)
     return tree

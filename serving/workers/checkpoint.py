@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import DecodeState, FinishReason, KVCache, Sampler, cache_io
@@ -307,7 +306,8 @@ class SavedSession:
             else _refilled(cache, arrays, model.kv_repeats)
         )
         state = jax.tree.unflatten(
-            jax.tree.structure(small), [jnp.asarray(arrays[name]) for name in leaves(small)]
+            jax.tree.structure(small),
+            jax.device_put([np.array(arrays[name]) for name in leaves(small)]),
         )
         steps = dataclasses.replace(
             state.steps, **{name: getattr(fresh.steps, name) for name in _REMADE}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxshare import KVCache, Layout, Rope, make_plan
 from jaxshare.cache import Fault
-from tests.helpers import TINY, cache_with, mostly_slow, one_layer, rotated
+from tests.helpers import TINY, cache_with, mostly_slow, on_device, one_layer, rotated
 
 YARN = Rope.yarn(8, 10_000.0, 8.0, 512)
 KV_HEADS, DIM = 2, 12  # partial rotary: 8 of 12
@@ -220,9 +220,9 @@ def test_append_rotates_to_the_index_in_the_block_and_touches_nothing_else(rows,
         after = appended(
             cache,
             layout,
-            jnp.asarray(count, jnp.int32),
-            jnp.asarray(k, dtype),
-            jnp.asarray(v, dtype),
+            on_device(count, jnp.int32),
+            on_device(k, dtype),
+            on_device(v, dtype),
             width,
         )
         expected = arenas(cache)
@@ -232,13 +232,13 @@ def test_append_rotates_to_the_index_in_the_block_and_touches_nothing_else(rows,
                 int(cache.offsets[block]) + LENGTHS[block],
                 LENGTHS[block] + np.arange(count[r]),
             )
-            given = np.asarray(jnp.asarray(k[r, : count[r]], dtype), np.float64)
+            given = np.asarray(on_device(k[r, : count[r]], dtype), np.float64)
             expected_keys = rotated(
                 given, index + int(cache.phases[block]), YARN, YARN.attention_factor
             )
             expected[0][:, at : at + count[r]] = expected_keys.swapaxes(0, 1)
             expected[1][:, at : at + count[r]] = np.asarray(
-                jnp.asarray(v[r, : count[r]], dtype), np.float32
+                on_device(v[r, : count[r]], dtype), np.float32
             ).swapaxes(0, 1)
         written = np.zeros(ARENA, bool)
         for r, block in enumerate([0, 1, 2]):
@@ -268,8 +268,8 @@ def test_append_beyond_the_capacity_keeps_what_fits_and_sets_a_fault():
     cache, _, _ = filled(LENGTHS)
     layout = Layout.from_blocks([[4, 0], [0, 1], [2]], num_rows=3)
     rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.normal(size=(3, 40, KV_HEADS, DIM)), jnp.float32) for _ in range(2))
-    after = appended(cache, layout, jnp.asarray([2, 3, 9], jnp.int32), k, v, 40)
+    k, v = (on_device(rng.normal(size=(3, 40, KV_HEADS, DIM)), jnp.float32) for _ in range(2))
+    after = appended(cache, layout, on_device([2, 3, 9], jnp.int32), k, v, 40)
     assert np.asarray(after.lengths).tolist() == [12, 3, 4, 0, 60]
     assert Fault(int(after.faults)) == Fault.OVERFLOW
     # block 4, right after the full one
@@ -278,7 +278,7 @@ def test_append_beyond_the_capacity_keeps_what_fits_and_sets_a_fault():
     with pytest.raises(ValueError, match="a block was written beyond its capacity"):
         after.check()
     # Sticky: a pass without fault does not wash it off.
-    again = appended(after, layout, jnp.asarray([1, 0, 0], jnp.int32), k, v, 40)
+    again = appended(after, layout, on_device([1, 0, 0], jnp.int32), k, v, 40)
     assert Fault(int(again.faults)) == Fault.OVERFLOW
 
 
@@ -297,9 +297,9 @@ def test_append_beyond_the_capacity_keeps_what_fits_and_sets_a_fault():
 )
 def test_a_layout_that_cannot_be_sets_a_fault_inside_jit(rows, fault, words):
     cache, _, _ = filled(LENGTHS)
-    layout = Layout(jnp.asarray(rows, jnp.int32))
+    layout = Layout(on_device(rows, jnp.int32))
     k = jnp.zeros((2, 1, KV_HEADS, DIM))
-    after = appended(cache, layout, jnp.asarray([1, 1], jnp.int32), k, k, 1)
+    after = appended(cache, layout, on_device([1, 1], jnp.int32), k, k, 1)
     assert Fault(int(after.faults)) == fault
     with pytest.raises(ValueError, match="the cache is not usable any more.*" + words):
         after.check()
@@ -415,9 +415,9 @@ def test_a_move_of_all_layers():
     rng = np.random.default_rng(0)
     cache = dataclasses.replace(
         cache,
-        lengths=jnp.asarray([3, 5], jnp.int32),
-        keys=tuple(jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in cache.keys),
-        values=tuple(jnp.asarray(rng.normal(size=a.shape), jnp.float32) for a in cache.values),
+        lengths=on_device([3, 5], jnp.int32),
+        keys=tuple(on_device(rng.normal(size=a.shape), jnp.float32) for a in cache.keys),
+        values=tuple(on_device(rng.normal(size=a.shape), jnp.float32) for a in cache.values),
     )
     after = cache.move(1, 0)
     for layer in range(TINY.num_layers):
@@ -557,8 +557,8 @@ def placeable() -> KVCache:
     cache, _, _ = filled((3, 5, 0, 2), (8, 5, 0, 4), tokens=PLACED_ARENA)
     return dataclasses.replace(
         cache,
-        offsets=jnp.asarray([0, 8, 4, 20], jnp.int32),
-        phases=jnp.asarray([0, 7, 0, 9], jnp.int32),
+        offsets=on_device([0, 8, 4, 20], jnp.int32),
+        phases=on_device([0, 7, 0, 9], jnp.int32),
     )
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxshare import KVCache, Layout, Rope, block_attention, cache_io, make_plan
 from jaxshare.attention.block_share import block_attention_share
 from jaxshare.sharding import make_mesh, on_each
-from tests.helpers import PLAIN, TINY, mostly_slow, rotated, softmax_attention
+from tests.helpers import PLAIN, TINY, mostly_slow, on_device, rotated, softmax_attention
 
 ROPE = Rope.yarn(8, 10_000.0, 8.0, 512)
 KV_HEADS, HEADS, DIM = 2, 4, 12  # partial rotary: 8 of 12
@@ -71,12 +71,12 @@ def passed(cache, rows, count, width, *, dtype, seed=0, implementation="xla", kv
     """One pass with random numbers: (attention, the cache, q, k, v)."""
     rng = np.random.default_rng(seed)
     q, k, v = (
-        jnp.asarray(rng.normal(size=(len(rows), width, heads, DIM)), dtype)
+        on_device(rng.normal(size=(len(rows), width, heads, DIM)), dtype)
         for heads in (HEADS, kv_heads, kv_heads)
     )
     v = v if cache.values[0].shape[2] else v[..., :0]
     layout = Layout.from_blocks(rows)
-    given = layout, jnp.asarray(count, jnp.int32), q, k, v
+    given = layout, on_device(count, jnp.int32), q, k, v
     out, cache = one_pass(cache, *given, width=width, implementation=implementation)
     cache.check()
     return np.asarray(out).astype(np.float64), cache, q, k, v
@@ -230,10 +230,10 @@ def test_values_may_be_a_part_of_quantised_keys(implementation):
 def test_the_attention_share_is_that_of_the_numbers_of_the_codes():
     cache = filled("int8", jnp.float32)
     exact = dataclasses.replace(
-        cache, keys=(jnp.asarray(numbers(cache.keys[0]), jnp.float32),), values=cache.values
+        cache, keys=(on_device(numbers(cache.keys[0]), jnp.float32),), values=cache.values
     )
     layout = Layout.from_blocks([[0, 2, 1]])
-    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, HEADS, DIM)), jnp.float32)
+    q = on_device(np.random.default_rng(0).normal(size=(1, 1, HEADS, DIM)), jnp.float32)
 
     @jax.jit
     def share_of(cache):
@@ -296,7 +296,7 @@ def test_a_hundred_moves_add_at_most_half_a_step_each(format):
         cache = dataclasses.replace(
             cache,
             **{
-                name: jnp.asarray([pair[order.index(b)] for b in (0, 1)], jnp.int32)
+                name: on_device([pair[order.index(b)] for b in (0, 1)], jnp.int32)
                 for name, pair in numbers_of.items()
             },
         )
@@ -339,7 +339,7 @@ def test_a_fork_shares_codes(format):
     forked = cache.fork(0, 50, 4)
     for old, new in zip(bits(cache), bits(forked), strict=True):
         np.testing.assert_array_equal(old, new)
-    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, HEADS, DIM)), jnp.float32)
+    q = on_device(np.random.default_rng(0).normal(size=(1, 1, HEADS, DIM)), jnp.float32)
     k = jnp.zeros((1, 1, KV_HEADS, DIM))
     one, outs = jnp.ones(1, jnp.int32), []
     for c, row in ((cache, [0, 1]), (forked, [0, 4, 1])):
@@ -379,7 +379,7 @@ def test_a_cache_over_devices_is_the_same_bit_for_bit(format):
     for mesh in (None, make_mesh(tensor=2), make_mesh(kv=2)):
         cache = KVCache.create(CONFIG, capacities, jnp.float32, mesh=mesh, approximate=format)
         specs, rng = cache.specs, np.random.default_rng(0)
-        k, v = (jnp.asarray(rng.normal(size=(2, 60, KV_HEADS, DIM)), jnp.float32) for _ in "kv")
+        k, v = (on_device(rng.normal(size=(2, 60, KV_HEADS, DIM)), jnp.float32) for _ in "kv")
 
         def write(cache, layout, count, k, v):
             plan = make_plan(cache, layout, count, 60)
@@ -392,7 +392,7 @@ def test_a_cache_over_devices_is_the_same_bit_for_bit(format):
         layout = Layout.from_blocks(rows)
         cache = jax.jit(
             on_each(write, mesh, in_specs=(specs, P(), P(), P(), P()), out_specs=specs)
-        )(cache, layout, jnp.asarray(count, jnp.int32), k, v)
+        )(cache, layout, on_device(count, jnp.int32), k, v)
         moved = cache.move(0, 1)
         index = cache_io.token_indices([(int(moved.offsets[1]), 100)])
         read = cache_io.read(moved.keys[0], index, mesh)

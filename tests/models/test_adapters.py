@@ -21,7 +21,7 @@ from jaxshare.models.adapters.low_rank import RowAdapters
 from jaxshare.models.packed import pack
 from jaxshare.quantised import is_quantised
 from jaxshare.sharding import make_mesh
-from tests.helpers import LATENT, TINY, init, mostly_slow
+from tests.helpers import LATENT, TINY, init, mostly_slow, on_device
 from tests.paths import FIXTURES
 
 FOLDER = FIXTURES / "adapters"
@@ -38,7 +38,7 @@ def random_adapter(config, rank, seed=0, targets=("q", "k", "v", "o", "gate", "u
         {
             path: LowRank(
                 each.a,
-                jnp.asarray(0.4 * rng.normal(size=each.b.shape) / rank**0.5, jnp.float32),
+                on_device(0.4 * rng.normal(size=each.b.shape) / rank**0.5, jnp.float32),
                 1.5,
             )
             for path, each in made.matrices.items()
@@ -120,9 +120,9 @@ def test_what_is_added_is_the_product_of_the_rows_own_matrices(shape):
     a[0] = b[0] = 0
     x = rng.normal(size=(*shape, 12))
     rows = rng.integers(0, 5, shape[0])
-    added = RowAdapters(*(jnp.asarray(each, jnp.float32) for each in (a, b)), jnp.asarray(rows))
+    added = RowAdapters(*(on_device(each, jnp.float32) for each in (a, b)), on_device(rows))
     expected = [x[row] @ a[place].T @ b[place].T for row, place in enumerate(rows)]
-    found = added.product(jnp.asarray(x, jnp.float32))
+    found = added.product(on_device(x, jnp.float32))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
     assert not np.asarray(found)[rows == 0].any()
 
@@ -131,8 +131,8 @@ def test_a_row_with_numbers_that_are_not_finite_leaves_the_others_alone():
     a, b = np.ones((3, 2, 4), np.float32), np.ones((3, 4, 2), np.float32)
     x = np.ones((40, 1, 4), np.float32)
     x[0] = np.inf
-    rows = jnp.asarray([1, 2] * 20)
-    found = np.asarray(RowAdapters(jnp.asarray(a), jnp.asarray(b), rows).product(jnp.asarray(x)))
+    rows = on_device([1, 2] * 20)
+    found = np.asarray(RowAdapters(on_device(a), on_device(b), rows).product(on_device(x)))
     assert not np.isfinite(found[0]).any() and (found[1:] == 8).all()
 
 
@@ -213,7 +213,7 @@ def test_beside_a_quantised_base(case):
     ):
         models.merged(base.params, adapter, base.config)
     plain = jax.tree.map(
-        lambda each: jnp.asarray(each.dequantised(jnp.float32)) if is_quantised(each) else each,
+        lambda each: on_device(each.dequantised(jnp.float32)) if is_quantised(each) else each,
         base.named_params,
         is_leaf=is_quantised,
     )

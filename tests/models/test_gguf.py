@@ -50,7 +50,7 @@ def causal(model, tokens) -> np.ndarray:
     return np.asarray(run(model.params, tokens[None])[0])
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, 6))
+@pytest.mark.parametrize("case", mostly_slow(CASES, 3))
 def test_logits_of_each_architecture_are_those_of_transformers(case, tmp_path):
     file = gguf_files.write(PARITY / case, tmp_path / "model.gguf")
     model = models.load(file, dtype="float32")

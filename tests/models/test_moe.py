@@ -19,7 +19,7 @@ from jaxshare.models.ragged import ragged_product
 from jaxshare.models.tensor_parallel import logical_axes
 from jaxshare.pallas.device import H200, Device, assume_device
 from jaxshare.quantised import quantised
-from tests.helpers import TINY, mostly_slow
+from tests.helpers import TINY, mostly_slow, on_device
 
 WIDTH = 24
 PLAIN = MoE(num_experts=8, top_k=2, expert_size=12, normalise=True)
@@ -145,8 +145,8 @@ def test_output_is_the_weighted_sum_of_the_chosen_experts(form, implementation):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounded_parameters_and_tokens(dtype):
     """Weights and sums are float32; only the experts' hidden units are rounded in between."""
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), made("mixtral"))
-    x = jnp.asarray(tokens(6), dtype)
+    params = jax.tree.map(lambda leaf: on_device(leaf, dtype), made("mixtral"))
+    x = on_device(tokens(6), dtype)
     expected = by_hand(PLAIN, params, np.asarray(x, np.float32))
     for implementation in ("xla", "cpu"):
         out = apply(PLAIN, params, x[None], implementation=implementation)[0]
@@ -158,11 +158,11 @@ def test_rounded_parameters_and_tokens(dtype):
 @pytest.mark.parametrize("form", mostly_slow(["gpt_oss", *FORMS]))
 def test_kernels_of_gpus(form):
     """Interpreted; a kernel that reads no nf4 leaves the last product to XLA."""
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), made(form))
-    x = jnp.asarray(tokens(6), jnp.bfloat16)
+    params = jax.tree.map(lambda leaf: on_device(leaf, jnp.bfloat16), made(form))
+    x = on_device(tokens(6), jnp.bfloat16)
     down = quantised(np.asarray(params["down"]["kernel"]), "nf4")
-    with_nf4 = {**params, "down": {**params["down"], "kernel": jax.tree.map(jnp.asarray, down)}}
-    plain = {**params, "down": {**params["down"], "kernel": jnp.asarray(down.dequantised())}}
+    with_nf4 = {**params, "down": {**params["down"], "kernel": jax.device_put(down)}}
+    plain = {**params, "down": {**params["down"], "kernel": on_device(down.dequantised())}}
     with assume_device(Device("interpreted", 90, 3, interpret=True)):
         for given, right in ((params, params), (with_nf4, plain)):
             lowered = apply.lower(FORMS[form], given, x[None], implementation="triton")
@@ -230,7 +230,7 @@ def test_ragged_products_and_their_gradients(sizes):
         y = ragged_product(rows, kernel, jnp.array(sizes), jnp.float32)
         return jnp.sum(jnp.where(factors != 0, y, 0) * factors), y
 
-    arrays = (jnp.asarray(each, jnp.float32) for each in (rows, kernel))
+    arrays = (on_device(each, jnp.float32) for each in (rows, kernel))
     gradients, y = jax.grad(loss, argnums=(0, 1), has_aux=True)(*arrays)
     expected = np.einsum("sm,sfm->sf", rows[:count], kernel[group])
     np.testing.assert_allclose(y[:count], expected, atol=1e-5)
@@ -247,7 +247,7 @@ def test_ragged_products_of_other_devices(sizes, monkeypatch):
     """XLA's own, and those of tokamax where it is found, which has the interface of JAX's."""
     rng = np.random.default_rng(1)
     rows, kernel = rng.standard_normal((80, 6)), rng.standard_normal((4, 5, 6))
-    arrays = [jnp.asarray(each, "float32") for each in (rows, kernel)]
+    arrays = [on_device(each, "float32") for each in (rows, kernel)]
     count, group = sum(sizes), np.repeat(np.arange(4), sizes)
     expected = np.einsum("sm,sfm->sf", rows[:count], kernel[group])
     calls = []
@@ -306,7 +306,7 @@ def test_few_rows_read_their_own_matrices(sizes):
     rows, kernel = rng.standard_normal((8, 6)), rng.standard_normal((40, 5, 6))
     counts = [sizes.get(group, 0) for group in range(40)]
     group = np.repeat(np.arange(40), counts)
-    arrays = [jnp.asarray(each, "float32") for each in (rows, kernel)]
+    arrays = [on_device(each, "float32") for each in (rows, kernel)]
     with assume_device(H200):
         y = ragged_product(*arrays, jnp.array(counts), jnp.float32)
     expected = np.einsum("sm,sfm->sf", rows[: len(group)], kernel[group])

@@ -17,6 +17,7 @@ from jaxshare.models import EMBEDDED, load, orbax_io
 from jaxshare.models.safetensors_files import CheckpointError
 from jaxshare.serving.cli import main
 from jaxshare.sharding import make_mesh
+from tests.helpers import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -246,13 +247,17 @@ def test_parameters_that_are_not_finite_are_named(tmp_path, sizes, monkeypatch):
 
 @pytest.mark.parametrize(
     ("more", "value"),
-    [
-        ([], np.nan),
-        ([], -np.inf),
-        (["--quantize", "int8"], np.nan),
-        (["--quantize", "int4"], np.inf),
-        (["--quantize", "fp8"], np.nan),
-    ],
+    mostly_slow(
+        [
+            ([], -np.inf),
+            (["--quantize", "int8"], np.nan),
+            ([], np.nan),
+            (["--quantize", "int4"], np.inf),
+            (["--quantize", "fp8"], np.nan),
+        ],
+        2,
+        several=True,
+    ),
 )
 def test_what_is_not_finite_is_not_converted(more, value, tmp_path, capsys, monkeypatch):
     name = "model.layers.1.mlp.up_proj.weight"

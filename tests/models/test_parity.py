@@ -107,7 +107,7 @@ def test_logits_at_every_position_and_greedy_answer_without_a_cache(case):
             *[(case, WIDTH) for case in [*dict.fromkeys([*QUICK, *CASES])]],
             *[(case, 1) for case in CASES[::12]],
         ],
-        len(QUICK),
+        3,
         several=True,
     ),
 )

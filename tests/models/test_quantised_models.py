@@ -18,10 +18,10 @@ from jaxshare.models.packed import pack, unpack
 from jaxshare.models.tensor_parallel import ShardedDecoder, fit, shard_params
 from jaxshare.quantised import QuantisedTensor, is_quantised, quantised
 from jaxshare.sharding import make_mesh
-from tests.helpers import LATENT, TINY, init, mostly_slow
+from tests.helpers import LATENT, TINY, init, mostly_slow, on_device
 from tests.paths import FIXTURES
 
-TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 60, (2, 5)), jnp.int32)
+TOKENS = on_device(np.random.default_rng(1).integers(0, 60, (2, 5)), jnp.int32)
 FORMATS = [("int8", None), ("int4", 4), ("fp8", 8), ("mxfp4", 4), ("nf4", 4)]
 
 
@@ -32,7 +32,7 @@ def quantised_params(params, format: str, group: int | None):
         matrix = keys[-1].key in ("kernel", "embedding") and leaf.ndim > 1
         if not matrix or leaf.shape[-1] % (group or 1):
             return leaf
-        return jax.tree.map(jnp.asarray, quantised(np.asarray(leaf), format, group))
+        return jax.device_put(quantised(np.asarray(leaf), format, group))
 
     return jax.tree.map_with_path(of_one, params)
 
@@ -45,7 +45,7 @@ def plain(params):
 def logits(config, params, module=None, mesh=None):
     layout = Layout.from_blocks([[0], [1]])
     cache = KVCache.create(config, [16, 16], jnp.float32, mesh=mesh)
-    count = jnp.asarray([5, 3], jnp.int32)
+    count = on_device([5, 3], jnp.int32)
     found, _ = forward(config, params, TOKENS, count, cache, layout, module=module)
     return np.asarray(found)
 
@@ -53,7 +53,7 @@ def logits(config, params, module=None, mesh=None):
 @pytest.mark.parametrize(
     ("format", "group"), mostly_slow([FORMATS[1], FORMATS[0], *FORMATS[2:]], several=True)
 )
-@pytest.mark.parametrize("config", [TINY, LATENT], ids=["heads", "latent"])
+@pytest.mark.parametrize("config", mostly_slow([TINY, LATENT]), ids=["heads", "latent"])
 def test_a_pass_is_that_with_the_numbers(config, format, group):
     params = quantised_params(init(config), format, group)
     assert sum(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised))) > 8
@@ -134,7 +134,9 @@ def test_a_quantised_kernel_of_a_wrong_shape_is_named():
 @pytest.mark.parametrize(
     ("format", "out", "rows", "most"),
     # XLA copies the codes of fp8.
-    [("int8", 2048, 1, 0.7), ("int4", 2500, 5, 0.7), ("fp8", 3000, 40, 0.9)],
+    mostly_slow(
+        [("int4", 2500, 5, 0.7), ("int8", 2048, 1, 0.7), ("fp8", 3000, 40, 0.9)], several=True
+    ),
 )
 def test_no_plain_copy_of_a_matrix_is_made_by_xla(format, out, rows, most):
     rng = np.random.default_rng(0)
@@ -143,7 +145,7 @@ def test_no_plain_copy_of_a_matrix_is_made_by_xla(format, out, rows, most):
     matrices = [quantised(each, format, 64) for each in numbers]
     order = rng.permutation(width).astype(np.int32)
     matrices[2] = dataclasses.replace(matrices[2], order=order)
-    kernels = jax.tree.map(jnp.asarray, matrices)
+    kernels = jax.device_put(matrices)
     x = rng.standard_normal((rows, width)).astype(np.float32)
 
     def two_layers(x, kernels):

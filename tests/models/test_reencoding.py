@@ -26,7 +26,7 @@ from jaxshare.trace.attention import CHUNK, TILE, TraceBatch, trace_attention
 from jaxshare.trace.recorder import Recorder
 from jaxshare.trace.trace import Trace
 from tests.core.trace.test_trace import LISTED, Lists, random_session
-from tests.helpers import TINY, DenseModel, tiny_params
+from tests.helpers import TINY, DenseModel, on_device, tiny_params
 from tests.serving.workers.test_session import NAMES, start
 
 CLOSE = dict(atol=1e-4, rtol=1e-4)
@@ -330,7 +330,7 @@ def gathered(sees: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 def turned(x, positions, rope):
     """Rotates x [..., heads, D] to positions [...], by complex numbers."""
     pairs = len(rope.frequencies)
-    angle = positions[..., None, None].astype(jnp.float32) * jnp.asarray(
+    angle = positions[..., None, None].astype(jnp.float32) * on_device(
         rope.frequencies, jnp.float32
     )
     wave = jnp.exp(jax.lax.complex(jnp.zeros_like(angle), angle)) * rope.attention_factor
@@ -360,6 +360,7 @@ def naive_attention(q, k, v, sees, count, rope):
     return jax.vmap(one)(q, sees, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kv_heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
 )
@@ -370,7 +371,7 @@ def test_gradients_of_attention_with_shared_and_with_own_kv_heads(kv_heads):
     assert trace.num_tokens > 2 * CHUNK and len(trace.placement_tokens) > 4 * TILE
     batch, rng, size = TraceBatch.of([trace]), np.random.default_rng(0), trace.num_tokens
     q, k, v, weight = (
-        jnp.asarray(rng.normal(size=(batch.shape[1], heads, 16)), jnp.float32)
+        on_device(rng.normal(size=(batch.shape[1], heads, 16)), jnp.float32)
         for heads in (4, kv_heads, kv_heads, 4)
     )
 
@@ -399,7 +400,7 @@ def test_what_is_not_finite_reaches_nobody_who_does_not_see_it():
     for _ in range(4):
         alone, lost = recorder.feed([[4], [5]], [[0, 1], [0, 2]])
     batch, rng = TraceBatch.of([recorder.trace()]), np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=(1, CHUNK, 2, 16)), jnp.float32) for _ in range(3))
+    q, k, v = (on_device(rng.normal(size=(1, CHUNK, 2, 16)), jnp.float32) for _ in range(3))
     attend = jax.jit(lambda k, v: trace_attention(q, k, v, batch, TINY.rope)[0])
     broken = attend(k.at[0, lost].set(jnp.nan), v.at[0, lost].set(jnp.inf))
     np.testing.assert_array_equal(broken[alone], attend(k, v)[alone])

@@ -28,6 +28,8 @@ ELSEWHERE = {
     *("branches.md", "engine.md", "many_devices.md", "workers.md"),
 }
 """Pages whose programs have tests of their own: test_guides.py and test_*_page.py."""
+TRAINING = {"adapters.md", "rollouts.md"}
+"""Pages whose programs train, which takes long."""
 WITH_PROGRAMS = [
     page for page, text in TEXTS.items() if programs(text) and page.name not in ELSEWHERE
 ]
@@ -37,7 +39,14 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow) if page.name in TRAINING else page
+        for page in WITH_PROGRAMS
+    ],
+    ids=name,
+)
 def test_programs_print_what_the_page_says(page, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     assert run_examples(TEXTS[page], tmp_path)[0]

@@ -53,6 +53,7 @@ def test_a_turn_decodes_from_steps_of_the_same_length_every_time(run):
         run.check(4)
 
 
+@pytest.mark.slow
 def test_the_plan_that_is_timed_is_that_of_a_pass(run):
     cache = sides.random_cache(run.model, 2, HISTORY, seed=0)
     last = np.asarray([HISTORY, *[bench.CURRENT - (bench.PLANS - 1) % 8] * 2], np.int32)

@@ -149,6 +149,7 @@ def published(model, batch, params, reference, length, objective):
     return total / count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "temperature"), [(None, 1.0), pytest.param(16, 0.7, marks=pytest.mark.slow)]
 )

@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from jaxshare import Layout, Rope, block_attention, cpu, make_plan
 from jaxshare.attention import api, xla
 from jaxshare.attention.api import BACKENDS
-from tests.helpers import PLAIN, Scoring, Shelf, cache_with, mostly_slow, pad_rows, rotated
+from tests.helpers import (
+    PLAIN,
+    Scoring,
+    Shelf,
+    cache_with,
+    mostly_slow,
+    on_device,
+    pad_rows,
+    rotated,
+)
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 4e-2}
 """Absolute, for values of unit variance. bfloat16 rounds keys, queries and weights to 2**-9, and
@@ -132,7 +141,7 @@ def attended(cache, layout, count, q, k, v, implementation, scale=None, scoring=
         scale=scale,
         softcap=scoring.softcap,
         # In the dtype of checkpoints, which has these numbers.
-        sinks=jnp.asarray(scoring.sinks, jnp.bfloat16) if scoring.sinks else None,
+        sinks=on_device(scoring.sinks, jnp.bfloat16) if scoring.sinks else None,
     )
     return out, plan.faults
 
@@ -142,7 +151,7 @@ def place(shape: Shape, case: Case):
     rng = np.random.default_rng(case.seed)
 
     def rounded(*size: int) -> np.ndarray:
-        return np.asarray(jnp.asarray(rng.normal(size=size), shape.dtype), np.float64)
+        return np.asarray(on_device(rng.normal(size=size), shape.dtype), np.float64)
 
     keys, values = ([rounded(n, shape.kv_heads, shape.dim) for n in case.lengths] for _ in range(2))
 
@@ -180,10 +189,10 @@ def place(shape: Shape, case: Case):
     expected = shelf.attend(case.rows, case.count, q, shape.rope, scale, shape.scoring)
     if shape.latent:  # where there is no token at all, the oracle does not know their size
         expected = expected[..., : shape.dim - shape.rotary]
-    count = jnp.asarray(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
+    count = on_device(case.count + [0] * (shape.rows - len(case.rows)), jnp.int32)
     layout = dataclasses.replace(pad_rows(case.rows, shape.rows, shape.listed), groups=shape.groups)
     v = v[..., :0] if shape.latent else v
-    return (cache, layout, count, *(jnp.asarray(x, shape.dtype) for x in (q, k, v))), expected
+    return (cache, layout, count, *(on_device(x, shape.dtype) for x in (q, k, v))), expected
 
 
 def check(shape: Shape, case: Case, implementations=ALL) -> None:
@@ -217,10 +226,10 @@ def in_pieces(arguments, expected, size: int):
     layout = dataclasses.replace(
         layout,
         blocks=jnp.repeat(layout.blocks, parts, axis=0),
-        ahead=jnp.asarray(ahead, jnp.int32),
+        ahead=on_device(ahead, jnp.int32),
     )
     count = np.clip(np.repeat(np.asarray(count), parts) - ahead, 0, size)
-    arguments = cache, layout, jnp.asarray(count), *(jnp.asarray(cut(x, 0)) for x in new)
+    arguments = cache, layout, on_device(count), *(on_device(cut(x, 0)) for x in new)
     return arguments, cut(expected, np.nan)
 
 
@@ -524,7 +533,7 @@ def test_forks_read_the_same_tokens():
     cache = dataclasses.replace(
         cache, offsets=cache.offsets.at[2].set(2390), capacities=cache.capacities.at[2].set(5)
     )
-    layout = Layout(layout.blocks.at[2, :2].set(jnp.asarray([0, 2])))
+    layout = Layout(layout.blocks.at[2, :2].set(on_device([0, 2])))
     keys, values = (
         np.asarray(a[0], np.float64).swapaxes(0, 1)[:130] for a in (cache.keys, cache.values)
     )

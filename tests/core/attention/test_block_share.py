@@ -21,6 +21,7 @@ from tests.helpers import (
     cache_with,
     init,
     mostly_slow,
+    on_device,
     pad_rows,
 )
 
@@ -53,7 +54,7 @@ def test_shares_are_those_of_a_plain_softmax(case, dtype):
     lengths = pad(lengths, BLOCKS, 0)
 
     def drawn(*size: int) -> np.ndarray:
-        return np.asarray(jnp.asarray(rng.normal(size=size), dtype), np.float64)
+        return np.asarray(on_device(rng.normal(size=size), dtype), np.float64)
 
     keys = [drawn(n, KV_HEADS, DIM) for n in lengths]
     values = [np.broadcast_to(np.eye(DIM)[b], key.shape) for b, key in enumerate(keys)]
@@ -85,8 +86,8 @@ def test_shares_are_those_of_a_plain_softmax(case, dtype):
     shares = measured(
         cache,
         pad_rows(rows, ROWS, LISTED),
-        jnp.asarray(pad(count, ROWS, 0)),
-        *(jnp.asarray(x, dtype) for x in (q, k, v)),
+        on_device(pad(count, ROWS, 0)),
+        *(on_device(x, dtype) for x in (q, k, v)),
     )
     assert shares.shape == (ROWS, WIDTH, HEADS, LISTED) and shares.dtype == jnp.float32
     assert np.isfinite(shares).all()
@@ -114,10 +115,10 @@ def test_large_scores_do_not_overflow():
     q = (
         jnp.zeros((1, WIDTH, HEADS, DIM))
         .at[..., -1]
-        .set(jnp.asarray([100.0, -100.0, 0.0])[None, :, None])
+        .set(on_device([100.0, -100.0, 0.0])[None, :, None])
     )
     new = jnp.zeros((1, WIDTH, KV_HEADS, DIM))
-    shares = measured(cache, Layout.from_blocks([[0, 1]]), jnp.asarray([WIDTH]), q, new, new)
+    shares = measured(cache, Layout.from_blocks([[0, 1]]), on_device([WIDTH]), q, new, new)
     np.testing.assert_allclose(
         shares[0, :, 0], [[1, 0], [4 / 10, 6 / 10], [5 / 12, 7 / 12]], atol=1e-6
     )
@@ -167,13 +168,13 @@ def test_a_model_gives_the_masses_of_all_layers(config):
     dense.forward(fed, rows)
 
     def padded(tokens: list[list[int]]) -> jax.Array:
-        return jnp.asarray([pad(row, 20, 0) for row in pad(tokens, 4, [])])
+        return on_device([pad(row, 20, 0) for row in pad(tokens, 4, [])])
 
     run = jax.jit(Decoder(config).apply, static_argnames="method")
     _, cache = run(
         params,
         padded([history]),
-        jnp.asarray([20, 0, 0, 0]),
+        on_device([20, 0, 0, 0]),
         KVCache.create(config, CAPACITIES, jnp.float32),
         pad_rows([[0]], 4, 4),
     )
@@ -181,7 +182,7 @@ def test_a_model_gives_the_masses_of_all_layers(config):
     shares = run(
         params,
         padded(fed),
-        jnp.asarray(pad(count, 4, 0)),
+        on_device(pad(count, 4, 0)),
         cache,
         pad_rows(rows, 4, 4),
         method="attention_share",

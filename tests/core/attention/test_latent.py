@@ -14,7 +14,7 @@ from jaxshare import KVCache, Layout, Rope, arena, block_attention, cpu, make_pl
 from jaxshare.attention.api import BACKENDS
 from jaxshare.attention.expansion import HeadMakers
 from jaxshare.pallas.device import H200, assume_device
-from tests.helpers import mostly_slow, pad_rows, rotated, softmax_attention
+from tests.helpers import mostly_slow, on_device, pad_rows, rotated, softmax_attention
 
 planned = jax.jit(make_plan, static_argnums=3)
 
@@ -59,7 +59,7 @@ class Latents:
         """Feeds random tokens and compares what they attend to with the oracle."""
 
         def rounded(*size: int) -> np.ndarray:
-            return np.asarray(jnp.asarray(self.rng.normal(size=size), self.dtype), np.float64)
+            return np.asarray(on_device(self.rng.normal(size=size), self.dtype), np.float64)
 
         q = rounded(num_rows, width, HEADS, ROTARY + LATENT)
         k = rounded(num_rows, width, 1, ROTARY + LATENT)
@@ -68,8 +68,8 @@ class Latents:
         out, self.cache = attended(
             self.cache,
             pad_rows(rows, num_rows, LISTED),
-            jnp.asarray([*count, *[0] * (num_rows - len(rows))], jnp.int32),
-            *(jnp.asarray(x, self.dtype) for x in (q, k)),
+            on_device([*count, *[0] * (num_rows - len(rows))], jnp.int32),
+            *(on_device(x, self.dtype) for x in (q, k)),
             implementation=implementation,
         )
         assert out.shape == (num_rows, width, HEADS, LATENT) and out.dtype == self.dtype
@@ -147,8 +147,8 @@ def test_a_token_alone_is_its_own_latent():
     out, cache = attended(
         latents.cache,
         pad_rows([[3]], ROWS, LISTED),
-        jnp.asarray([1, 0, 0]),
-        *(jnp.asarray(x, jnp.float32) for x in (q, k[:, :, :1])),
+        on_device([1, 0, 0]),
+        *(on_device(x, jnp.float32) for x in (q, k[:, :, :1])),
         implementation="xla",
     )
     np.testing.assert_allclose(out[0, 0], np.tile(k[0, 0, 0, ROTARY:], (HEADS, 1)), rtol=1e-6)
@@ -195,9 +195,9 @@ def test_the_cpu_kernel_takes_the_sizes_of_deepseek():
     def fed(count: list[int], rows: list[list[int]]) -> tuple[KVCache, jax.Array]:
         width = max(count)
         q, k = (
-            jnp.asarray(rng.normal(size=(2, width, heads, 576)), jnp.bfloat16) for heads in (12, 1)
+            on_device(rng.normal(size=(2, width, heads, 576)), jnp.bfloat16) for heads in (12, 1)
         )
-        plan = make_plan(cache, Layout.from_blocks(rows), jnp.asarray(count), width)
+        plan = make_plan(cache, Layout.from_blocks(rows), on_device(count), width)
         after = cache.append(0, k, k[..., :0], plan)
         arenas = after.keys[0], after.values[0]
         out = block_attention(q, *arenas, plan, scale=scale, implementation="cpu")
@@ -230,8 +230,8 @@ def test_the_cpu_kernel_appends_the_same(dtype):
     if not cpu.available():
         pytest.skip("no CPU kernels here")
     cache = Latents(dtype).cache
-    layout, count = pad_rows([[0], [1], [3]], ROWS, LISTED), jnp.asarray([3, 1, 0])
-    k = jnp.asarray(np.random.default_rng(2).normal(size=(ROWS, 3, 1, ROTARY + LATENT)), dtype)
+    layout, count = pad_rows([[0], [1], [3]], ROWS, LISTED), on_device([3, 1, 0])
+    k = on_device(np.random.default_rng(2).normal(size=(ROWS, 3, 1, ROTARY + LATENT)), dtype)
     k = k.at[0, 0, 0, -1].set(jnp.nan)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -250,7 +250,7 @@ def test_the_cpu_kernel_appends_the_same(dtype):
 @pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
 def test_backends_with_kernels_say_that_they_cannot(name):
     cache = Latents().cache
-    plan = planned(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)
+    plan = planned(cache, pad_rows([[0]], 1, 1), on_device([1]), 1)
     q = jnp.ones((1, 1, HEADS, ROTARY + LATENT))
     with pytest.raises(NotImplementedError):
         BACKENDS[name](q, cache.keys[0], cache.values[0], plan, SCALE)
@@ -259,7 +259,7 @@ def test_backends_with_kernels_say_that_they_cannot(name):
 @pytest.mark.parametrize("name", ["triton", "mosaic_gpu"])
 def test_gpu_backends_name_the_latents_that_they_take(name):
     cache = Latents(jnp.bfloat16).cache
-    plan = planned(cache, pad_rows([[0]], 1, 1), jnp.asarray([1]), 1)
+    plan = planned(cache, pad_rows([[0]], 1, 1), on_device([1]), 1)
     q = jnp.ones((1, 1, HEADS, ROTARY + LATENT), jnp.bfloat16)
     why = "where values are a part of keys its head dims are 576 with 512 of values; this one is 20"
     with assume_device(H200), pytest.raises(NotImplementedError, match=why):
@@ -268,7 +268,7 @@ def test_gpu_backends_name_the_latents_that_they_take(name):
 
 def test_makers_that_do_not_fit_are_refused():
     cache = KVCache.create(Config(), (9,), jnp.float32)
-    plan = planned(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
+    plan = planned(cache, Layout.from_blocks([[0]]), on_device([1]), 1)
     arenas, q = (cache.keys[0], cache.values[0]), jnp.ones((1, 1, HEADS, ROTARY + 3))
     fit = HeadMakers(jnp.ones((HEADS, 3, LATENT)), jnp.ones((HEADS, 2, LATENT)))
     assert block_attention(q, *arenas, plan, makers=fit, implementation="xla").shape[3] == 2
@@ -283,7 +283,7 @@ def test_makers_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("shape", [(1, 9, 12), (1, 8, 0), (2, 9, 0), (1, 9)])
 def test_values_of_another_shape_are_refused(shape):
     cache = KVCache.create(Config(), (9,), jnp.float32)
-    plan = planned(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
+    plan = planned(cache, Layout.from_blocks([[0]]), on_device([1]), 1)
     q = jnp.ones((1, 1, HEADS, ROTARY + LATENT))
     with pytest.raises(ValueError, match="a last dim of 0"):
         block_attention(q, cache.keys[0], jnp.zeros(shape), plan)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxshare.attention.merge import merge
+from tests.helpers import on_device
 
 QUERIES, DIM = 6, 5
 
@@ -19,7 +20,7 @@ def partial(scores: np.ndarray, values: np.ndarray):
     top = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - top)
     out = weights @ values / weights.sum(axis=1, keepdims=True)
-    return jnp.asarray(out, jnp.float32), jnp.asarray(
+    return on_device(out, jnp.float32), on_device(
         top[:, 0] + np.log(weights.sum(axis=1)), jnp.float32
     )
 
@@ -52,8 +53,8 @@ def test_merging_is_a_softmax_over_the_union(sizes, spread, seed):
 
 @pytest.mark.parametrize("gap", [80.0, 120.0, 1e4, 1e30])
 def test_a_part_far_below_the_other_adds_nothing(gap):
-    out = jnp.asarray([[1.0, 2.0]]), jnp.asarray([[-3.0, 7.0]])
-    lse = jnp.asarray([gap / 2]), jnp.asarray([-gap / 2])
+    out = on_device([[1.0, 2.0]]), on_device([[-3.0, 7.0]])
+    lse = on_device([gap / 2]), on_device([-gap / 2])
     for a, b in ((0, 1), (1, 0)):
         merged, top = merge((out[a], lse[a]), (out[b], lse[b]))
         np.testing.assert_array_equal(merged, out[0])
@@ -76,7 +77,7 @@ def test_nothing_at_all_is_finite_and_stays_nothing():
     np.testing.assert_array_equal(out, jnp.zeros((2, DIM)))
     assert jnp.isneginf(lse).all()
     # and it still merges with something
-    some = jnp.ones((2, DIM)), jnp.asarray([3.0, -200.0])
+    some = jnp.ones((2, DIM)), on_device([3.0, -200.0])
     out, lse = merge((out, lse), some)
     np.testing.assert_array_equal(out, some[0])
     np.testing.assert_array_equal(lse, some[1])
@@ -86,8 +87,7 @@ def test_leading_axes_and_jit():
     rng = np.random.default_rng(1)
     shapes = (2, 3, 4, DIM), (2, 3, 4)
     parts = [
-        tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
-        for _ in range(3)
+        tuple(on_device(rng.normal(size=shape), jnp.float32) for shape in shapes) for _ in range(3)
     ]
     out, lse = jax.jit(merge)(*parts)
     weights = np.exp(np.stack([np.asarray(lse_, np.float64) for _, lse_ in parts]))

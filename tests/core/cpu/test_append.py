@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxshare import Layout, Rope, cpu, make_plan
-from tests.helpers import cache_with, mostly_slow, rotated
+from tests.helpers import cache_with, mostly_slow, on_device, rotated
 
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
@@ -57,10 +57,10 @@ class Append:
             dtype=getattr(jnp, self.arena),
         )
         k, v = (
-            jnp.asarray(rng.normal(size=(4, self.width, self.kv_heads, self.dim)), self.new)
+            on_device(rng.normal(size=(4, self.width, self.kv_heads, self.dim)), self.new)
             for _ in range(2)
         )
-        counts = jnp.asarray(self.counts, jnp.int32)
+        counts = on_device(self.counts, jnp.int32)
         plan = planned(cache, Layout.from_blocks([[0], [1], [2], [3]]), counts, self.width)
         expected = [np.array(each[0], np.float64) for each in (cache.keys, cache.values)]
         for row, count in enumerate(self.counts):
@@ -117,11 +117,11 @@ def test_what_is_not_finite_is_made_so(arena):
         phases=[0],
         dtype=getattr(jnp, arena),
     )
-    new = jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 1e30, -1e30, 1, 0, -0.0], jnp.float32)
+    new = on_device([jnp.nan, jnp.inf, -jnp.inf, 1e30, -1e30, 1, 0, -0.0], jnp.float32)
     new = jnp.broadcast_to(new, (1, 2, 1, 8))
-    plan = planned(cache, Layout.from_blocks([[0]]), jnp.asarray([2]), 2)
+    plan = planned(cache, Layout.from_blocks([[0]]), on_device([2]), 2)
     largest = float(jnp.finfo(arena).max)
-    wide = min(largest, float(jnp.asarray(1e30, "bfloat16"))) if arena != "float32" else 1e30
+    wide = min(largest, float(on_device(1e30, "bfloat16"))) if arena != "float32" else 1e30
     expected = [0, largest, -largest, wide, -wide, 1, 0, 0]
     for found in appended(cache.keys[0], cache.values[0], new, new, plan):
         np.testing.assert_allclose(found[0].astype("float32"), [expected] * 2, rtol=1e-6)
@@ -138,7 +138,7 @@ def test_the_arenas_are_written_in_place():
         phases=[0],
     )
     new = jnp.ones((1, 1, 2, 16))
-    plan = planned(cache, Layout.from_blocks([[0]]), jnp.asarray([1]), 1)
+    plan = planned(cache, Layout.from_blocks([[0]]), on_device([1]), 1)
     arguments = cache.keys[0], cache.values[0], new, new, plan
     text = appended.lower(*arguments).compile().as_text()
     assert "input_output_alias={ {0}" in text and " copy(" not in text

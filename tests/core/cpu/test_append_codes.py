@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxshare import KVCache, Layout, Rope, cpu, make_plan
-from tests.helpers import rotated
+from tests.helpers import on_device, rotated
 
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
@@ -64,19 +64,19 @@ def test_tokens_are_where_they_belong(form, dim, kv_heads, width, rotary, value_
     )
     before = rng.integers(0, 100, cache.keys[0].codes.shape).astype(np.int8)
     old = jax.tree.map(
-        lambda each: jnp.asarray(before[..., : each.shape[2]], each.dtype), cache.keys[0]
+        lambda each: on_device(before[..., : each.shape[2]], each.dtype), cache.keys[0]
     )
     lengths, counts = np.array([3, 0, 70, 1]), np.array([width, 0, min(width, 2), 1])
-    cache = dataclasses.replace(cache, lengths=jnp.asarray(lengths, jnp.int32))
+    cache = dataclasses.replace(cache, lengths=on_device(lengths, jnp.int32))
     k = rng.normal(size=(4, width, kv_heads, dim)).astype(np.float32)
     v = rng.normal(size=(4, width, kv_heads, value_dim)).astype(np.float32)
     k[0, 0, 0] = 0  # has the scale 1
     layout = Layout.from_blocks([[0], [1], [2], [3]])
-    plan = make_plan(cache, layout, jnp.asarray(counts, jnp.int32), width)
+    plan = make_plan(cache, layout, on_device(counts, jnp.int32), width)
     values = old if value_dim else cache.values[0]
     copies = [jax.tree.map(jnp.copy, each) for each in (old, values)]
     kept = [jax.tree.map(np.array, each) for each in (old, values)]
-    found = appended(*copies, jnp.asarray(k), jnp.asarray(v), plan)
+    found = appended(*copies, on_device(k), on_device(v), plan)
     offsets = np.asarray(cache.offsets)
     for arena, unchanged, new, is_key in zip(found, kept, (k, v), (True, False), strict=True):
         if not arena.shape[2]:
@@ -98,7 +98,7 @@ def test_what_is_not_finite_is_kept_finite():
     plan = make_plan(cache, Layout.from_blocks([[0]]), jnp.ones(1, jnp.int32), 1)
     new = np.ones((1, 1, 1, 16), np.float32)
     new[..., :3] = np.nan, np.inf, -np.inf
-    keys, _ = appended(cache.keys[0], cache.values[0], jnp.asarray(new), jnp.asarray(new), plan)
+    keys, _ = appended(cache.keys[0], cache.values[0], on_device(new), on_device(new), plan)
     assert np.asarray(keys.codes)[0, 0, :4].tolist() == [0, 127, -127, 0]
     assert np.all(np.isfinite(keys.scales))
 

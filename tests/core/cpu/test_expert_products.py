@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxshare import cpu
+from tests.helpers import on_device
 
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
@@ -26,9 +27,9 @@ def multiplied(x, expert, kernels, dtype):
 def operands(rows: int, share: int, shape: tuple[int, int, int], dtype: str, most: int):
     """Rows whose experts are -1 to `most`, where those below 0 and above the last are none."""
     rng = np.random.default_rng(rows * 1000 + shape[2])
-    x = jnp.asarray(rng.normal(size=(rows, shape[2])), dtype)
-    expert = jnp.asarray(rng.integers(-1, most + 1, (rows, share)), jnp.int32)
-    return x, expert, [jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2)]
+    x = on_device(rng.normal(size=(rows, shape[2])), dtype)
+    expert = on_device(rng.integers(-1, most + 1, (rows, share)), jnp.int32)
+    return x, expert, [on_device(rng.normal(size=shape), dtype) for _ in range(2)]
 
 
 @pytest.mark.parametrize("dtype", EPSILON)

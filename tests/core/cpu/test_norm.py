@@ -7,6 +7,7 @@ import pytest
 
 from jaxshare import cpu
 from jaxshare.models.layers import RMSNorm
+from tests.helpers import on_device
 
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
@@ -28,8 +29,8 @@ def expected(x, scale, eps: float) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_widths(width, rows):
     rng = np.random.default_rng(width)
-    x = jnp.asarray(rng.normal(size=(rows, width)) * 3, "float32")
-    scale = jnp.asarray(rng.normal(size=width), "float32")
+    x = on_device(rng.normal(size=(rows, width)) * 3, "float32")
+    scale = on_device(rng.normal(size=width), "float32")
     np.testing.assert_allclose(
         normed(x, scale, eps=1e-6), expected(x, scale, 1e-6), rtol=2e-6, atol=1e-30
     )
@@ -40,8 +41,8 @@ def test_widths(width, rows):
 def test_dtypes(given, kind):
     """The result has x's dtype, and is rounded before the scale, the scale, and after it."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(5, 96)), given)
-    scale = jnp.asarray(rng.normal(size=96), kind)
+    x = on_device(rng.normal(size=(5, 96)), given)
+    scale = on_device(rng.normal(size=96), kind)
     found = normed(x, scale, eps=1e-5)
     assert found.dtype == given
     tolerance = 4 * EPSILON[given]
@@ -51,7 +52,7 @@ def test_dtypes(given, kind):
 
 
 def test_a_row_is_the_same_whatever_is_beside_it():
-    x = jnp.asarray(np.random.default_rng(2).normal(size=(300, 200)), "float32")
+    x = on_device(np.random.default_rng(2).normal(size=(300, 200)), "float32")
     scale = jnp.ones(200)
     whole = normed(x, scale, eps=1e-6)
     np.testing.assert_array_equal(normed(x[7:8], scale, eps=1e-6), whole[7:8])
@@ -65,7 +66,7 @@ def test_zeros_and_what_is_not_a_number():
 
 def test_the_module_gives_the_same_with_either_implementation():
     """Of any shape, and with a dtype that there is no kernel for."""
-    x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 4, 24)), "bfloat16")
+    x = on_device(np.random.default_rng(3).normal(size=(2, 3, 4, 24)), "bfloat16")
     ours, others = (RMSNorm(1e-6, implementation) for implementation in ("cpu", "xla"))
     params = others.init(jax.random.key(0), x)
     np.testing.assert_allclose(

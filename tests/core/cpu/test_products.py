@@ -10,6 +10,7 @@ import pytest
 from jaxshare import cpu
 from jaxshare.models.linear import product, products
 from jaxshare.pallas.device import H200, assume_device
+from tests.helpers import on_device
 
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
@@ -33,8 +34,8 @@ def multiplied(x, kernels, dtype):
 
 def operands(rows: int, width: int, sizes: tuple[int, ...], dtype: str):
     rng = np.random.default_rng(rows * 1000 + width)
-    x = jnp.asarray(rng.normal(size=(rows, width)), dtype)
-    return x, [jnp.asarray(rng.normal(size=(n, width)), dtype) for n in sizes]
+    x = on_device(rng.normal(size=(rows, width)), dtype)
+    return x, [on_device(rng.normal(size=(n, width)), dtype) for n in sizes]
 
 
 def check(rows: int, width: int, sizes: tuple[int, ...], given: str, result: str) -> None:
@@ -96,7 +97,7 @@ def test_rows_of_zeros_have_results_of_zeros_and_change_no_others(dtype):
         x, kernels = operands(MOST[dtype], width, sizes, dtype)
         for used in (0, 1, len(x) // 2, len(x) - 1):
             kept = np.sort(rng.permutation(len(x))[:used])
-            signs = jnp.asarray(rng.choice([-1, 1], x.shape), dtype)
+            signs = on_device(rng.choice([-1, 1], x.shape), dtype)
             given = (0 * signs).at[kept].set(x[kept])
             alone = multiplied(x[kept], kernels, "float32") if used else ()
             for i, y in enumerate(multiplied(given, kernels, "float32")):

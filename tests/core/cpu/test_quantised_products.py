@@ -13,7 +13,7 @@ import pytest
 from jaxshare import cpu
 from jaxshare.models.linear import products
 from jaxshare.quantised import FORMATS, QuantisedTensor, packed_codes
-from tests.helpers import mostly_slow
+from tests.helpers import mostly_slow, on_device
 
 if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
@@ -103,7 +103,7 @@ def test_machines_that_cannot_look_numbers_up_leave_formats_with_tables_to_xla(
 
 def rows_of(count: int, width: int, dtype: str) -> jax.Array:
     rng = np.random.default_rng(count)
-    return jnp.asarray(rng.normal(size=(count, width)), dtype)
+    return on_device(rng.normal(size=(count, width)), dtype)
 
 
 def check(y: jax.Array, x: jax.Array, matrix: QuantisedTensor, *, rounded: bool = False) -> None:
@@ -123,7 +123,7 @@ def check(y: jax.Array, x: jax.Array, matrix: QuantisedTensor, *, rounded: bool 
 
 
 def found(x: jax.Array, matrix: QuantisedTensor, dtype: str = "float32") -> jax.Array:
-    (y,) = multiplied(x, [jax.tree.map(jnp.asarray, matrix)], dtype)
+    (y,) = multiplied(x, [jax.device_put(matrix)], dtype)
     return y
 
 
@@ -230,7 +230,7 @@ def test_matrices_of_several_kinds_in_one_product(rows):
     ]
     x = rows_of(rows, 256, "bfloat16")
     multiply = jax.jit(lambda x, kernels: products(x[None], kernels, "float32", None))
-    ys = multiply(x, jax.tree.map(jnp.asarray, kernels))
+    ys = multiply(x, jax.device_put(kernels))
     packed = [each for each in kernels if isinstance(each, QuantisedTensor)]
     rounded = is_rounded(rows, "bfloat16", *packed)
     for y, kernel in zip(ys, kernels, strict=True):
@@ -288,7 +288,7 @@ def test_what_it_leaves_to_xla(rows, dtype, matrix, reason):
     x = rows_of(rows, matrix.shape[-1], dtype)
     with pytest.raises(NotImplementedError, match=reason):
         cpu_quantised_products(x, [matrix], "float32")
-    (y,) = products(x, [jax.tree.map(jnp.asarray, matrix)], "float32", None)
+    (y,) = products(x, [jax.device_put(matrix)], "float32", None)
     check(y, x, matrix, rounded=dtype == "bfloat16")
 
 
@@ -299,9 +299,9 @@ def check_experts(rows: int, experts: int, dtype: str, kernels: list) -> None:
     rng = np.random.default_rng(rows)
     width = kernels[0].shape[-1]
     x = rows_of(rows, width, dtype)
-    expert = jnp.asarray(rng.integers(-1, experts + 1, (rows, 2)), jnp.int32)
+    expert = on_device(rng.integers(-1, experts + 1, (rows, 2)), jnp.int32)
     multiply = jax.jit(lambda x, e, k: cpu_expert_products(x, e, k, "float32"))
-    ys = multiply(x, expert, jax.tree.map(jnp.asarray, kernels))
+    ys = multiply(x, expert, jax.device_put(kernels))
     # The matrix unit takes groups of whole tiles; with others products stay exact.
     packed = [each for each in kernels if isinstance(each, QuantisedTensor)]
     on_unit = all(each.group % 32 == 0 or each.group == width for each in packed)
@@ -383,7 +383,7 @@ def test_lesser_machines_find_the_same(monkeypatch, lacks, lanes):
             matrix = random_matrix((9, 320 if group != 20 else 300), format, group, zeros="int8")
             rows = min(7, call.few_rows("bfloat16", machine))
             x = rows_of(rows, matrix.shape[-1], "bfloat16")
-            device = jax.tree.map(jnp.asarray, matrix)
+            device = jax.device_put(matrix)
             rounded = is_rounded(rows, "bfloat16", matrix, machine=machine)
             check(cpu_quantised_products(x, [device], "float32")[0], x, matrix, rounded=rounded)
     finally:

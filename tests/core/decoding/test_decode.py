@@ -27,6 +27,7 @@ from tests.helpers import (
     VOCAB,
     WIDEST,
     mostly_slow,
+    on_device,
     pad_rows,
     padded,
     reasons,
@@ -49,7 +50,7 @@ def _causal():
 def logits_after(tokens: list[int]) -> np.ndarray:
     """The logits, float[V], after a whole sequence, by plain causal attention."""
     row = padded(tokens, [64])
-    return np.asarray(_causal()(tiny_params(), jnp.asarray(row)))[0, len(tokens) - 1]
+    return np.asarray(_causal()(tiny_params(), on_device(row)))[0, len(tokens) - 1]
 
 
 @functools.cache
@@ -159,7 +160,7 @@ def test_blocks_get_more_room_and_keep_lengths_that_the_host_does_not_know():
 
 def test_no_passes_still_samples_what_is_ready_and_no_more():
     done = run(
-        tiny_state([[], [], [], PROMPTS[3]], logits=jnp.asarray(logits_after(PROMPTS[0]))), passes=0
+        tiny_state([[], [], [], PROMPTS[3]], logits=on_device(logits_after(PROMPTS[0]))), passes=0
     )
     assert [len(o) for o in done.outputs()] == [1, 1, 1, 0] and int(done.passes) == 0
     assert not np.asarray(done.cache.lengths).any()
@@ -242,7 +243,7 @@ def test_a_block_that_fills_ends_its_row_before_anything_is_lost():
     ]
     done.cache.check()
     # The rows' caches are intact: with more room they go on where they stopped.
-    roomy = dataclasses.replace(done.cache, capacities=jnp.asarray(CAPACITIES, jnp.int32))
+    roomy = dataclasses.replace(done.cache, capacities=on_device(CAPACITIES, jnp.int32))
     more = run(
         tiny_state(
             [[row[-1]] for row in done.outputs()],
@@ -336,7 +337,7 @@ def test_a_prefix_prefilled_once_and_sampled_at_once(sampler):
 
 
 def test_each_row_may_start_from_its_own_logits():
-    own = jnp.asarray(np.stack([logits_after(p) for p in PROMPTS]))
+    own = on_device(np.stack([logits_after(p) for p in PROMPTS]))
     done = run(tiny_state([[]] * 4, logits=own), passes=0)
     assert [o[0] for o in done.outputs()] == [greedy(p, 1)[0] for p in PROMPTS]
 
@@ -531,7 +532,7 @@ def test_several_rows_change_places(sampler):
     state = state.admit(
         [3, 0, 2],
         [[1], [3], [4]],
-        logits[jnp.asarray([1, 2, 0])],
+        logits[on_device([1, 2, 0])],
         seeds=[1, 2, 3],
         max_new_tokens=[MOST, 4, 9],
     )
@@ -734,7 +735,7 @@ def test_a_layout_that_cannot_be_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             DecodeState.create(
-                cache, Layout(jnp.asarray(blocks, jnp.int32)), [[1]] * len(blocks), vocab_size=VOCAB
+                cache, Layout(on_device(blocks, jnp.int32)), [[1]] * len(blocks), vocab_size=VOCAB
             )
 
 
@@ -766,15 +767,15 @@ def test_forward_refuses_what_can_be_known_before():
         ),
         ({"count": (2, 0, 0, 0)}, "row 0 brings 2 tokens, but block 1 holds 0 of at most 1"),
         (
-            {"layout": Layout(jnp.asarray([[0], [0], [1], [2]], jnp.int32))},
+            {"layout": Layout(on_device([[0], [0], [1], [2]], jnp.int32))},
             "rows 0 and 1 both write block 0",
         ),
         (
-            {"layout": Layout(jnp.asarray([[0], [4], [1], [2]], jnp.int32))},
+            {"layout": Layout(on_device([[0], [4], [1], [2]], jnp.int32))},
             "row 1 lists block 4, but the cache has blocks 0 to 3",
         ),
         (
-            {"layout": Layout(jnp.asarray([[0, 0], [3, 2], [1, -1], [-1, -1]], jnp.int32))},
+            {"layout": Layout(on_device([[0, 0], [3, 2], [1, -1], [-1, -1]], jnp.int32))},
             "row 0 lists block 0 twice",
         ),
     ):

@@ -25,7 +25,7 @@ from jaxshare.decoding.row_transfer import (
 from jaxshare.decoding.samplers import SamplerPlaces
 from jaxshare.decoding.sessions import Sessions
 from jaxshare.decoding.steps import Steps
-from tests.helpers import MODEL, TINY, VOCAB, mostly_slow, tiny_params
+from tests.helpers import MODEL, TINY, VOCAB, mostly_slow, on_device, tiny_params
 
 HOT = Sampler(temperature=1.5)
 CAPACITY, QUEUE, OPENINGS, LONGEST, LISTED, WIDTH = 24, 32, 4, 6, 4, 6
@@ -47,7 +47,7 @@ def sessions_of_rows(draw):
 @hypothesis.given(sessions_of_rows(), st.integers(1, 30))
 def test_sums_and_ranks_are_those_of_python(drawn, room):
     first, marked = drawn
-    check_sums_and_ranks(Sessions(jnp.asarray(first)), first, marked, room)
+    check_sums_and_ranks(Sessions(on_device(first)), first, marked, room)
     alone = np.arange(len(first), dtype=np.int32)
     check_sums_and_ranks(Sessions(None), alone, marked, room)
 
@@ -57,9 +57,9 @@ def check_sums_and_ranks(sessions, first, marked, room):
     expected_any = [any(marked[m] for m in members[f]) for f in first]
     before = [sum(marked[m] for m in members[f] if m < r) for r, f in enumerate(first)]
     total = [sum((m + 1) * marked[m] for m in members[f]) for f in first]
-    np.testing.assert_array_equal(sessions.any(jnp.asarray(marked)), expected_any)
-    np.testing.assert_array_equal(sessions.before(jnp.asarray(marked)), before)
-    counts = jnp.asarray((np.arange(len(first)) + 1) * marked, jnp.int32)
+    np.testing.assert_array_equal(sessions.any(on_device(marked)), expected_any)
+    np.testing.assert_array_equal(sessions.before(on_device(marked)), before)
+    counts = on_device((np.arange(len(first)) + 1) * marked, jnp.int32)
     np.testing.assert_array_equal(sessions.total(counts), total)
     fits, used = np.zeros(len(first), bool), 0
     for rows in members.values():
@@ -94,7 +94,7 @@ def test_each_row_reads_with_its_own_automaton():
     states, texts = automata.starts[which], np.random.default_rng(0).integers(0, VOCAB, (7, 5))
     told = [0] * len(which)
     for tokens in texts:
-        states, marks = automata.step(jnp.asarray(which), states, jnp.asarray(tokens))
+        states, marks = automata.step(on_device(which), states, on_device(tokens))
         for row, kind in enumerate(which):
             marked = False
             if kind:
@@ -350,8 +350,8 @@ def test_rows_that_change_places_with_each_dispatch_write_what_they_write_alone(
     def without_prompt(state: DecodeState, rows) -> DecodeState:
         return dataclasses.replace(
             state,
-            num_pending=jnp.asarray(state.num_pending).at[rows].set(0),
-            has_logits=jnp.asarray(state.has_logits).at[rows].set(True),
+            num_pending=on_device(state.num_pending).at[rows].set(0),
+            has_logits=on_device(state.has_logits).at[rows].set(True),
             logits=state.logits.at[rows].set(logits),
         )
 

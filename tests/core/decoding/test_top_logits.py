@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from jaxshare.decoding.top_logits import TopLogits, compress_logits
+from tests.helpers import on_device
 
 KEEP = jax.jit(compress_logits, static_argnums=2)
 
 
 def kept_of(logits: np.ndarray, temperature, k: int) -> TopLogits:
     temperatures = np.broadcast_to(np.float32(temperature), len(logits))
-    return jax.tree.map(np.asarray, KEEP(jnp.asarray(logits), jnp.asarray(temperatures), k))
+    return jax.tree.map(np.asarray, KEEP(on_device(logits), on_device(temperatures), k))
 
 
 def check(kept: TopLogits, logits: np.ndarray, temperature: float, k: int) -> None:

@@ -346,7 +346,7 @@ def test_without_typical_the_bounds_are_the_same():
         )
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", mostly_slow([4, 2]))
 def test_no_loop_is_in_the_program(bits):
     """So that no device waits for the host between passes."""
     logits = jax.ShapeDtypeStruct((ROWS, 300), "float32")

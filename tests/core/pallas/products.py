@@ -7,6 +7,7 @@ import numpy as np
 from jaxshare.pallas.dense_products import gpu_dense_product
 from jaxshare.pallas.device import Device, assume_device
 from jaxshare.quantised import FORMATS, QuantisedTensor, packed_codes
+from tests.helpers import on_device
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=3, interpret=True)
 
@@ -15,7 +16,7 @@ def product(x, kernel, dtype=jnp.float32, device=INTERPRETED, backend="triton"):
     """The result of one kernel, in float64."""
     with assume_device(device):
         run = jax.jit(lambda x, kernel: gpu_dense_product(x, kernel, dtype, (backend,)))
-        return np.asarray(run(x, jax.tree.map(jnp.asarray, kernel))).astype(np.float64)
+        return np.asarray(run(x, jax.device_put(kernel))).astype(np.float64)
 
 
 def compare(x, kernel, matrix, tolerance=1e-6, **how):
@@ -30,7 +31,7 @@ def compare(x, kernel, matrix, tolerance=1e-6, **how):
 def random_case(seed, rows, outputs, inputs, format, group, zeros=False, ordered=False):
     """Random codes, and the matrix that they stand for in float64, by the formats' definition."""
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.normal(size=(rows, inputs)), jnp.bfloat16)
+    x = on_device(rng.normal(size=(rows, inputs)), jnp.bfloat16)
     groups = inputs // (group or inputs)
     scales = rng.uniform(0.5, 1.5, size=(outputs, groups)).astype(np.float16)
     low = {"int8": -128, "int4": 0}[format]

@@ -98,7 +98,6 @@ def check(shape: Shape, one, device: Device = INTERPRETED) -> None:
             dict(rotary=0),
             dict(dim=80, rotary=80, dtype=jnp.float16),
         ],
-        3,
     ),
     ids=str,
 )
@@ -174,7 +173,6 @@ def check_codes(format: str, shape: Shape, one, device: Device = INTERPRETED) ->
             *(("int8", DECODE), ("fp8", LATENT), ("int8", PENDING_ROWS)),
             *(("fp8", DECODE), ("int8", LATENT), ("fp8", PENDING_ROWS)),
         ],
-        3,
         several=True,
     ),
 )

@@ -17,7 +17,7 @@ from jaxshare.pallas.matrix_codes import e4m3_bytes, in_arrays, nibbles, signed_
 from jaxshare.quantised import QuantisedTensor, packed_codes, quantised
 from jaxshare.sharding import make_mesh, on_each
 from tests.core.pallas.products import INTERPRETED, compare, product, random_case
-from tests.helpers import mostly_slow
+from tests.helpers import mostly_slow, on_device
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
 def test_integers(shape, format, group, zeros, ordered):
     x, tensor, matrix = random_case(0, *shape, format, group, zeros, ordered)
     if group == 32:  # where numbers are rounded as the rows are
-        matrix = np.asarray(jnp.asarray(matrix, jnp.float32).astype(jnp.bfloat16), np.float64)
+        matrix = np.asarray(on_device(matrix, jnp.float32).astype(jnp.bfloat16), np.float64)
     compare(x, tensor, matrix)
 
 
@@ -77,23 +77,23 @@ def test_random_shapes(rows, outputs, groups, kind, zeros):
 )
 def test_floats(format, group, dtype):
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.normal(size=(3, 384)), dtype)
+    x = on_device(rng.normal(size=(3, 384)), dtype)
     tensor = quantised(rng.normal(size=(40, 384)).astype(np.float32), format, group)
     # The right numbers are those of the tensor's own host code.
     matrix = np.asarray(tensor.dequantised(np.float32))
     if format != "fp8":  # whose codes are exact in the rows' dtype
-        matrix = np.asarray(jnp.asarray(matrix).astype(dtype))
+        matrix = np.asarray(on_device(matrix).astype(dtype))
     compare(x, tensor, matrix.astype(np.float64))
 
 
 def test_offsets():
     rng = np.random.default_rng(2)
-    x = jnp.asarray(rng.normal(size=(3, 64)), jnp.bfloat16)
+    x = on_device(rng.normal(size=(3, 64)), jnp.bfloat16)
     codes = rng.integers(0, 16, size=(20, 64))
     scales, offsets = rng.uniform(0.5, 1.5, size=(2, 20, 2)).astype(np.float32)
     tensor = QuantisedTensor(packed_codes(codes, 32), scales, None, offsets, format="int4")
     numbers = (codes.reshape(20, 2, 32) - 8) * scales[..., None] - offsets[..., None]
-    rounded = jnp.asarray(numbers.reshape(20, 64), jnp.float32).astype(jnp.bfloat16)
+    rounded = on_device(numbers.reshape(20, 64), jnp.float32).astype(jnp.bfloat16)
     compare(x, tensor, np.asarray(rounded).astype(np.float64))
 
 
@@ -104,7 +104,7 @@ def test_results_are_rounded_to_the_dtype_that_is_asked_for():
 
 def test_layers_use_it_on_a_gpu_and_xla_serves_the_rest():
     x, tensor, matrix = random_case(4, 6, 20, 128, "int4", 128)
-    kernel = jax.tree.map(jnp.asarray, tensor)
+    kernel = jax.device_put(tensor)
 
     def called(x, implementation=None, device=INTERPRETED):
         with assume_device(device):
@@ -126,7 +126,7 @@ def test_layers_use_it_on_a_gpu_and_xla_serves_the_rest():
 def test_tensor_parallel_parts_are_multiplied_where_they_are():
     """Each device has its rows of codes, or its groups, whose products are summed."""
     x, tensor, matrix = random_case(6, 3, 40, 256, "int4", 64, zeros=True)
-    mesh, kernel = make_mesh(tensor=2), jax.tree.map(jnp.asarray, tensor)
+    mesh, kernel = make_mesh(tensor=2), jax.device_put(tensor)
 
     def run(parts: P, summed: bool):
         def multiply(x, kernel):

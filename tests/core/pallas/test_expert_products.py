@@ -10,7 +10,7 @@ import pytest
 from jaxshare.pallas.device import Device, assume_device
 from jaxshare.pallas.expert_products import gpu_expert_products, in_order
 from jaxshare.quantised import QuantisedTensor, packed_codes, quantised
-from tests.helpers import mostly_slow
+from tests.helpers import mostly_slow, on_device
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
@@ -22,7 +22,7 @@ INTERPRETED = Device("interpreted", 90, multiprocessors=3, interpret=True)
 def found(x, expert, kernel, dtype=jnp.float32, device=INTERPRETED):
     with assume_device(device):
         run = jax.jit(lambda *a: gpu_expert_products(*a, dtype))
-        return np.asarray(run(x, jnp.asarray(expert, jnp.int32), kernel)).astype(np.float64)
+        return np.asarray(run(x, on_device(expert, jnp.int32), kernel)).astype(np.float64)
 
 
 def expected(x, expert, matrices):
@@ -44,7 +44,7 @@ def compare(x, expert, kernel, matrices, tolerance=1e-5, **how):
 
 def random(seed, rows, inputs, experts, outputs, chosen, dtype=jnp.bfloat16):
     rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.normal(size=(rows, inputs)), dtype)
+    x = on_device(rng.normal(size=(rows, inputs)), dtype)
     expert = rng.integers(-1, experts + 1, size=(rows, chosen))
     return x, expert, rng.normal(size=(experts, outputs, inputs)).astype(np.float32)
 
@@ -63,13 +63,13 @@ def random(seed, rows, inputs, experts, outputs, chosen, dtype=jnp.bfloat16):
 )
 def test_each_row_gets_the_products_of_its_experts(shape, dtype):
     x, expert, matrices = random(0, *shape, dtype)
-    kernel = jnp.asarray(matrices, dtype)
+    kernel = on_device(matrices, dtype)
     assert compare(x, expert, kernel, kernel)
 
 
 def test_choices_of_no_expert_and_experts_without_choices():
     x, expert, matrices = random(1, 6, 64, 4, 16, 2)
-    kernel = jnp.asarray(matrices, jnp.bfloat16)
+    kernel = on_device(matrices, jnp.bfloat16)
     expert[:] = [[4, -1], [2, 4], [2, 2], [4, 4], [-7, 99], [2, 0]]
     assert len(compare(x, expert, kernel, kernel)) == 5
     expert[:] = 4
@@ -78,7 +78,7 @@ def test_choices_of_no_expert_and_experts_without_choices():
 
 def test_results_do_not_depend_on_other_rows():
     x, expert, matrices = random(2, 40, 96, 4, 24, 2)
-    kernel = jnp.asarray(matrices, jnp.bfloat16)
+    kernel = on_device(matrices, jnp.bfloat16)
     expert = np.clip(expert, 0, 3)
     among, crowded = found(x, expert, kernel), expert.copy()
     crowded[1:] = 3
@@ -88,7 +88,7 @@ def test_results_do_not_depend_on_other_rows():
 
 def test_results_are_rounded_to_the_dtype_that_is_asked_for():
     x, expert, matrices = random(3, 5, 64, 3, 16, 2)
-    kernel = jnp.asarray(matrices, jnp.bfloat16)
+    kernel = on_device(matrices, jnp.bfloat16)
     compare(x, expert, kernel, kernel, dtype=jnp.bfloat16, tolerance=2**-8)
 
 
@@ -112,8 +112,8 @@ def test_quantised_matrices(format, group):
     x, expert, matrices = random(4, 7, 192, 3, 24, 2)
     tensor = quantised(matrices, format, group)
     # The right numbers are those of the tensor's own host code, rounded as x is.
-    numbers = jnp.asarray(tensor.dequantised(np.float32), jnp.bfloat16)
-    compare(x, expert, jax.tree.map(jnp.asarray, tensor), numbers)
+    numbers = on_device(tensor.dequantised(np.float32), jnp.bfloat16)
+    compare(x, expert, jax.device_put(tensor), numbers)
 
 
 def test_scales_that_are_powers_of_two():
@@ -125,7 +125,7 @@ def test_scales_that_are_powers_of_two():
     powers = (2.0**exponents).astype(np.float32).astype(jnp.float8_e8m0fnu)
     stored = dataclasses.replace(tensor, scales=powers)
     wanted = (values * 2.0 ** exponents[..., None]).reshape(matrices.shape)
-    compare(x, expert, jax.tree.map(jnp.asarray, stored), wanted)
+    compare(x, expert, jax.device_put(stored), wanted)
 
 
 def test_zeros_offsets_and_an_order_of_inputs():
@@ -142,8 +142,8 @@ def test_zeros_offsets_and_an_order_of_inputs():
     grouped = grouped * scales[..., None] - offsets[..., None]
     matrices = np.empty((3, 16, 64))
     matrices[..., order] = grouped.reshape(3, 16, 64)
-    rounded = jnp.asarray(matrices.astype(np.float32), jnp.bfloat16)
-    compare(x, expert, jax.tree.map(jnp.asarray, tensor), rounded)
+    rounded = on_device(matrices.astype(np.float32), jnp.bfloat16)
+    compare(x, expert, jax.device_put(tensor), rounded)
 
 
 @pytest.mark.parametrize("choices", [1, 37, 5000])
@@ -158,14 +158,14 @@ def test_choices_are_put_in_order(choices):
 
 def test_what_it_does_not_serve():
     x, expert, matrices = random(7, 2, 64, 2, 16, 1)
-    kernel = jnp.asarray(matrices, jnp.bfloat16)
+    kernel = on_device(matrices, jnp.bfloat16)
 
     def refused(message, kernel=kernel, x=x, device=INTERPRETED):
         with pytest.raises(NotImplementedError, match=message):
             found(x, expert, kernel, device=device)
 
-    fp8 = jax.tree.map(jnp.asarray, quantised(matrices, "fp8"))
+    fp8 = jax.device_put(quantised(matrices, "fp8"))
     refused("compute capability 8.0", device=Device("old", 75, 3, True))
     refused("8.9 on", fp8, device=Device("A100", 80, 3, True))
     refused("are float32", x=x.astype(jnp.float32))
-    refused("matrices float32", jnp.asarray(matrices))
+    refused("matrices float32", on_device(matrices))

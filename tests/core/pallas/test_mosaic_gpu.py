@@ -300,6 +300,7 @@ def test_larger_tiles():
         check(shape, case([[0, 1], [0, 2]], [1, 1], [300, 66, 0], gaps=[1, 0, 0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tiles",
     mostly_slow(

@@ -7,6 +7,7 @@ import pytest
 
 from jaxshare.pallas.device import Device
 from jaxshare.pallas.residual_triton import add_and_normalise
+from tests.helpers import on_device
 
 INTERPRETED = Device("interpreted", 90, multiprocessors=3, interpret=True)
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 2**-24}
@@ -19,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 def inputs(tokens: int, width: int, pieces: int, dtype: str, of_pieces: str, seed: int = 0):
     rng = np.random.default_rng(seed)
     return (
-        jnp.asarray(rng.standard_normal((tokens, width)), dtype),
-        jnp.asarray(rng.standard_normal((pieces, tokens, width)), of_pieces),
-        jnp.asarray(rng.uniform(0.5, 2, width), dtype),
+        on_device(rng.standard_normal((tokens, width)), dtype),
+        on_device(rng.standard_normal((pieces, tokens, width)), of_pieces),
+        on_device(rng.uniform(0.5, 2, width), dtype),
     )
 
 

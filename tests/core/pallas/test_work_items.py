@@ -221,7 +221,9 @@ def test_items_cost_the_same_and_follow_each_other(name, data):
     assert np.ptp(cost) <= 1 + 2 * shape.setup and (shape.setup or np.ptp(end - first) <= 1)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", mostly_slow(dict.fromkeys(["pending", "window of a prompt", *SHAPES]), 2)
+)
 @settings(max_examples=15)
 @given(st.data())
 def test_partial_results_are_found_where_they_were_left(name, data):

@@ -143,7 +143,6 @@ def unpacked(tensors, name, bits):
             ("fp8", [], 0),
             ("int4", ["--zeros", "--group", "32"], 4),
         ],
-        3,
         several=True,
     ),
 )
@@ -267,7 +266,7 @@ def test_the_perplexity_is_that_of_the_models_that_are_written(source, text, tmp
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"num_key_value_heads": 4, "dtype": "bfloat16"}, {"num_key_value_heads": 1}],
+    mostly_slow([{"num_key_value_heads": 4, "dtype": "bfloat16"}, {}, {"num_key_value_heads": 1}]),
 )
 def test_scaled_inputs_change_nothing_but_the_matrices(tmp_path, changes):
     model = load(tiny(tmp_path / "model", **changes))

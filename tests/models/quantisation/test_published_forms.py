@@ -103,7 +103,7 @@ def test_weights_are_those_of_the_library_bit_for_bit(name):
             np.testing.assert_array_equal((numbers + 0).view(np.uint16), bits, layer)
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, 4))
+@pytest.mark.parametrize("name", mostly_slow(CASES))
 def test_logits_are_those_of_transformers(name):
     expected = np.load(QUANTISED / name / "expected.npz")
     found = logits_of(load(QUANTISED / name, dtype="float32"), expected["tokens"])

@@ -19,6 +19,7 @@ from jaxshare.serving.agents import (
 )
 from jaxshare.serving.agents.compiler import program
 from jaxshare.serving.agents.journal import Journal
+from tests.helpers import mostly_slow
 from tests.serving.agents import more_programs, python_programs
 from tests.serving.agents.python_oracle import Again, as_agent, copy_some, differences
 
@@ -37,7 +38,7 @@ def test_an_agent_is_what_python_runs(name, restore):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("every", [None, 2, 3])
+@pytest.mark.parametrize("every", mostly_slow([2, None, 3]))
 @pytest.mark.parametrize("name", NAMED)
 def test_an_agent_is_kept_by_copies_of_some_of_its_states(name, every, monkeypatch):
     copy_some(monkeypatch, every)

@@ -471,6 +471,7 @@ def test_a_bound_one_token_too_low_names_what_is_needed_and_what_there_is():
         generate(model(), FOREST, max_new_tokens=NEW, max_kv_bytes=31 * token_bytes() - 1)
 
 
+@pytest.mark.slow
 def test_a_prefix_that_fragments_memory_is_fed_again():
     """The first prompt's one token is below the book.
 

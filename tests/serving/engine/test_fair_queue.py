@@ -77,7 +77,7 @@ def test_gauges_are_those_of_the_active_agents():
 
 
 def test_an_engines_gauges_are_its_policys_contributions():
-    engine = Stepped(1024)
+    engine = Stepped()
     for number, agent in enumerate("aab"):
         stream = engine.submit([5, 6, 7, 8] * 5 + [number], max_new_tokens=4, agent_id=agent)
         engine.settle()

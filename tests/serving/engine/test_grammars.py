@@ -47,7 +47,7 @@ _causal = jax.jit(
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(MODEL, max_rows=ROWS, kv_bytes=2**14 * SIZE) as engine:
+    with Engine(MODEL, max_rows=ROWS, kv_bytes=2**13 * SIZE) as engine:
         yield engine
 
 
@@ -223,11 +223,12 @@ def test_samples_of_a_prompt_trees_and_lines_take_grammars():
 # The proof: all kinds of schemas, at three temperatures.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", mostly_slow([*range(20)], 1))
 def test_every_text_that_ends_is_valid_under_its_schema(part):
     """200 schemas in all, at temperatures 0, 1 and 2, on a model that knows nothing of JSON."""
     ended = 0
-    with Engine(MODEL, max_rows=ROWS, kv_bytes=2**14 * SIZE) as engine:
+    with Engine(MODEL, max_rows=ROWS, kv_bytes=2**13 * SIZE) as engine:
         streams = [
             (
                 schema,

@@ -123,6 +123,7 @@ def test_processed_ones_are_of_the_chances_that_tokens_are_drawn_with(on_engine)
             assert [value for _, value in top] == pytest.approx(expected[likeliest], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow([True, "processed", False]))
 def test_what_comes_in_a_stream_is_what_the_completion_has(speaking, kind):  # noqa: F811
     """With a stop text and a stop token, too; a stop token is in no chunk."""

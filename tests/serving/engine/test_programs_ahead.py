@@ -213,6 +213,7 @@ def test_the_program_for_long_paths_is_there_before_any_needs_it(rows, caplog):
     assert "compiling the decode loop for 16 blocks of a row; other requests go on" in caplog.text
 
 
+@pytest.mark.slow
 def test_one_that_needs_another_program_waits_at_rest_for_one_that_is_compiled(
     gate, alone, monkeypatch
 ):

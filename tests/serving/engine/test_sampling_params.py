@@ -117,9 +117,7 @@ def engine():
         yield engine
 
 
-@pytest.mark.parametrize(
-    "name", mostly_slow(dict.fromkeys(["all", "sequences", "min_tokens of stops", *SETTINGS]), 3)
-)
+@pytest.mark.parametrize("name", mostly_slow(dict.fromkeys(["all", *SETTINGS])))
 def test_each_setting_does_what_its_definition_says(engine, name):
     """Beside requests without any, whose texts are what they always are."""
     params = SETTINGS[name]

@@ -316,6 +316,7 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_one_copy_is_held(monkeypatch):
     """The old weights are gone before the new ones are there, or these are written over them."""
     config = dataclasses.replace(CONFIG, hidden_size=256, num_layers=2)

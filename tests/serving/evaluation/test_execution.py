@@ -15,6 +15,7 @@ from jaxshare.serving import Workers
 from jaxshare.serving.errors import EngineError, NotANumberError, TooLongError
 from jaxshare.serving.evaluation import Run, execute, execution, load_task, run_specs
 from jaxshare.serving.workers.layouts import worker_names
+from tests.helpers import mostly_slow
 
 FULL = EngineError(
     "the session's blocks take 9 tokens, but other sessions have 9 of the engine's 9"
@@ -220,7 +221,7 @@ def test_results_are_those_of_one_by_one_in_any_order(method, workers):
 
 
 @pytest.mark.parametrize("budget", [8, 192, 1000])
-@pytest.mark.parametrize("workers", [1, 2, 4, 7])
+@pytest.mark.parametrize("workers", mostly_slow([2, 1, 4, 7]))
 def test_as_many_tokens_are_reckoned_as_a_session_takes(workers, budget):
     model = load(EMBEDDED)
     (spec,) = specs_of(1, workers=[workers], budgets=[budget])

@@ -504,6 +504,7 @@ def test_answers_as_mathematics(mathematician, reference, answer, same):
     assert mathematician.same(reference, answer) is same
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_all_time_is_wrong_and_does_no_harm():
     pytest.importorskip("math_verify")
     with Mathematician(seconds=0.5) as short:

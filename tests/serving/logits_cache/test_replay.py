@@ -23,7 +23,7 @@ from jaxshare.serving.logits_cache.replay import (
     uniform_run,
 )
 from tests.core.decoding.test_sampling import expected_probabilities, keys
-from tests.helpers import mostly_slow
+from tests.helpers import mostly_slow, on_device
 
 KEEP = jax.jit(compress_logits, static_argnums=2)
 SAMPLE = jax.jit(
@@ -34,7 +34,7 @@ ROWS, SLOTS = 512, 8
 
 def kept_of(logits: np.ndarray, temperature: float, k: int) -> TopLogits:
     return jax.tree.map(
-        np.asarray, KEEP(jnp.asarray(logits), jnp.full(len(logits), temperature, jnp.float32), k)
+        np.asarray, KEEP(on_device(logits), jnp.full(len(logits), temperature, jnp.float32), k)
     )
 
 
@@ -43,7 +43,7 @@ def fresh(logits: np.ndarray, sampler: Sampler, seed: int, position: int) -> np.
     samplers = Samplers.stack([sampler] * len(logits), places=SamplerPlaces(SLOTS))
     positions = position + jnp.arange(len(logits), dtype=jnp.int32)
     return np.asarray(
-        SAMPLE(samplers, jnp.asarray(logits), jnp.full(len(logits), seed, jnp.uint32), positions)
+        SAMPLE(samplers, on_device(logits), jnp.full(len(logits), seed, jnp.uint32), positions)
     )
 
 
@@ -129,7 +129,7 @@ def test_draws_of_anything_agree(seed):
         vocab = (8, 300)[turn % 2]
         logits = (rng.normal(size=(ROWS, vocab)) * rng.choice([0.5, 2.0, 5.0])).astype(np.float32)
         if turn % 4 == 0:
-            logits = np.array(jnp.asarray(logits).astype(jnp.bfloat16).astype(jnp.float32))
+            logits = np.array(on_device(logits).astype(jnp.bfloat16).astype(jnp.float32))
         if turn % 7 == 0:
             logits = np.round(logits)
         if turn % 5 == 0:
@@ -301,7 +301,7 @@ def test_replayed_sequences_are_distributed_as_fresh_ones(sampler):
     for position in range(LENGTH):
         positions = jnp.full(CALLS, position, jnp.int32)
         u = np.asarray(uniforms(keys(seeds), positions))
-        token = np.asarray(SAMPLE(samplers, jnp.asarray(logits[last]), seeds, positions)).astype(
+        token = np.asarray(SAMPLE(samplers, on_device(logits[last]), seeds, positions)).astype(
             np.int64
         )
         for k in kept:

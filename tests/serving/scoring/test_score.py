@@ -83,7 +83,7 @@ def fed(monkeypatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("before", (1, 300))
+@pytest.mark.parametrize("before", mostly_slow((300, 1)))
 def test_candidates_of_ragged_lengths(before, fed):
     """Some are shorter than a row of a pass, some longer than a pass."""
     model, prefix = tiny(), random_tokens(before)
@@ -398,7 +398,7 @@ def test_logits_that_are_not_numbers_name_their_text():
 CHANGED = Sampler(0.7, top_k=20, top_p=0.9, min_p=0.01, bias={4: 2.0}, forbidden=(6,))
 
 
-@pytest.mark.parametrize("axes", [None, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", mostly_slow([None, {"tensor": 2}]), ids=str)
 def test_log_probabilities_of_the_chances_that_a_sampler_draws_with(axes):
     model = tiny() if axes is None else tiny().on(make_mesh(**axes))
     prefix, candidates = random_tokens(9), [random_tokens(5), [4, 6, 4], [6]]

@@ -15,6 +15,7 @@ from jaxshare.pallas.tiles import MosaicTiles, TritonTiles
 from jaxshare.serving.cli import main
 from jaxshare.serving.tuning import kernels
 from jaxshare.serving.tuning.kernels import Effort, KernelShape, Pass
+from tests.helpers import mostly_slow
 
 SHAPE = ("--heads", "32", "--kv-heads", "4", "--head-dim", "128")  # G = 8
 SLOW, FAST = MosaicTiles(128, 2, 1), MosaicTiles(64, 5, 1)
@@ -395,7 +396,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("how", WRONG)
+@pytest.mark.parametrize("how", mostly_slow(WRONG))
 def test_wrong_answers_are_not_measured(monkeypatch, one_layer, how):
     monkeypatch.setitem(
         api.BACKENDS,

@@ -41,6 +41,7 @@ def session(layout: str, **options) -> Workers:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ask_every"), mostly_slow([("combined", 20), ("interleaved", 0)], several=True)
 )

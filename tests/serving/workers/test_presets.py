@@ -24,7 +24,7 @@ from jaxshare.serving.workers.prompts.format import COLLABORATIVE, PLAIN, Format
 from jaxshare.serving.workers.prompts.presets import FORMATS, OPTIONS, format_named, format_of
 from jaxshare.serving.workers.prompts.preview import prompt_view
 from jaxshare.serving.workers.session import Workers
-from tests.helpers import first_layers, folder_of_first_layers
+from tests.helpers import first_layers, folder_of_first_layers, mostly_slow
 
 NAMES = ("Alice", "Bob", "Carol")
 PROBLEM = "What is 12 * 7?"
@@ -474,7 +474,10 @@ def test_mistakes_with_show_prompt(without_parameters, capsys, arguments):
 
 @pytest.mark.parametrize(
     ("format", "layout"),
-    [(None, "combined"), ("collaborative+no-examples+no-suggestions", "contiguous")],
+    mostly_slow(
+        [(None, "combined"), ("collaborative+no-examples+no-suggestions", "contiguous")],
+        several=True,
+    ),
 )
 def test_a_session_feeds_what_is_shown(format, layout):
     model = first_layers(demo.load_embedded(), 1)
