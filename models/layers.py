@@ -307,6 +307,7 @@ def forward(
     layout: Layout,
     *,
     every: bool = False,
+    checked: bool = True,
     implementation: Implementation = None,
     module: Any = None,
 ) -> tuple[Float32[Array, "R V"] | Float32[Array, "R T V"], KVCache]:
@@ -316,6 +317,8 @@ def forward(
     `Decoder.__call__`; tokens [R, T] and count [R] may be lists, too.
 
     Args:
+      checked: False trusts the values, which are not read then: reading those of a cache waits for
+        the pass that it comes from.
       module: the module that takes `params`; default `Decoder(config, implementation)`.
 
     Raises:
@@ -323,8 +326,11 @@ def forward(
         unknown or repeated block, two rows writing one block, or a block that would be written
         beyond its capacity.
     """
-    tokens, count = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
-    _check(config, tokens, count, cache, layout)
+    # Arrays of the host are placed with the other arguments, which takes less time.
+    numbers = (jnp if isinstance(x, Array) else np for x in (tokens, count))
+    tokens, count = (n.asarray(x, np.int32) for n, x in zip(numbers, (tokens, count), strict=True))
+    if checked:
+        _check(config, tokens, count, cache, layout)
     return _forward(
         module or Decoder(config, implementation), params, tokens, count, cache, layout, every
     )
@@ -344,7 +350,11 @@ def _forward(
 
 
 def _check(
-    config: ModelConfig, tokens: Array, count: Array, cache: KVCache, layout: Layout
+    config: ModelConfig,
+    tokens: Array | np.ndarray,
+    count: Array | np.ndarray,
+    cache: KVCache,
+    layout: Layout,
 ) -> None:
     if tokens.ndim != 2 or tokens.shape[0] != layout.num_rows or count.shape != tokens.shape[:1]:
         raise ValueError(

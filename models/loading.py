@@ -280,6 +280,7 @@ class LoadedModel:
         layout: Layout,
         *,
         every: bool = False,
+        checked: bool = True,
     ) -> tuple[Float32[Array, "R V"] | Float32[Array, "R T V"], KVCache]:
         """Runs one forward pass over a shared cache; see `jaxshare.models.layers.forward`.
 
@@ -290,6 +291,7 @@ class LoadedModel:
           layout: the blocks that each row sees, and the places of adapters; without these all rows
             have `adapter`.
           every: return the logits of every new token.
+          checked: False does not read the values of arguments, for callers that know them.
 
         Returns:
           The logits of each row's last real token ([R, T, V] with `every`), and the cache with the
@@ -297,7 +299,8 @@ class LoadedModel:
         """
         layout = layout if layout.adapters is not None else self.adapted(layout)
         given = tokens, count, cache, layout
-        return layers.forward(self.config, self.variables, *given, every=every, module=self.module)
+        how = {"every": every, "checked": checked, "module": self.module}
+        return layers.forward(self.config, self.variables, *given, **how)
 
 
 def load(

@@ -27,7 +27,12 @@ from jaxshare.serving.engine.dispatched import Dispatched, UnderWay
 from jaxshare.serving.engine.loop_sizes import LoopSizes
 from jaxshare.serving.engine.request import Request
 from jaxshare.serving.engine.row_programs import RowPrograms
-from jaxshare.serving.engine.running_request import WIDTH, RunningRequest, stacked_logits
+from jaxshare.serving.engine.running_request import (
+    WIDTH,
+    RunningRequest,
+    compile_stacked_logits,
+    stacked_logits,
+)
 from jaxshare.serving.engine.session_passes import (
     PlacedSession,
     RowShape,
@@ -297,7 +302,7 @@ class DecodeRows:
         )
         rows = [row for row in self._entering.values() if row.logits is not None]
         if rows:
-            logits = stacked_logits(rows, self._num_rows, self._model.config.vocab_size)
+            logits = stacked_logits(rows, self._num_rows)
             state = state.with_logits([row.index for row in rows], logits)
         for row in rows:
             row.logits = None
@@ -343,6 +348,7 @@ class DecodeRows:
         From then on a program of few rows runs while few are in use.
         """
         self._grow(self._sizes.grown(requests, self._model))
+        compile_stacked_logits(self._num_rows, self._model.config.vocab_size)
         logits = jnp.zeros((self._num_rows, self._model.config.vocab_size))
         self.state = (self.state or self._created()).with_logits([], logits)
         self.dispatch([], passes=0, stop_on_finish=False)

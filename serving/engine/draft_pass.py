@@ -109,11 +109,12 @@ def _verify(
     adapters: Sequence[int] = (),
 ) -> Any:
     kv.speeds.interrupted()
+    cache, layout = view.inputs(kv.pool.cache)
     kv.pool.cache, *found = verify(
         model.module,
         model.variables,
-        view.over(kv.pool.cache),
-        model.adapted(view.layout, adapters),
+        cache,
+        model.adapted(layout, adapters),
         batch.tokens,
         batch.counts,
         batch.stacked_samplers(),

@@ -72,5 +72,5 @@ def feed_prompts(
             continue
         queue.serve(each.request, len(piece.tokens))
         if not len(each.unread):
-            each.logits = fed.logits[i]
+            each.logits = fed.logits_of(i)
     return PromptPass(batch, fed)

@@ -117,8 +117,8 @@ def preemption_order(row: RunningRequest) -> tuple[int, int]:
     return row.request.priority, -row.request.number
 
 
-def stacked_logits(rows: Sequence[RunningRequest], num_rows: int, vocab_size: int) -> Array:
-    """The logits of rows that have some, float32[num_rows, V]; what follows means nothing.
+def stacked_logits(rows: Sequence[RunningRequest], num_rows: int) -> Array:
+    """The logits of rows, all of which have some, float32[num_rows, V]; what follows means nothing.
 
     They are for each row of the loop, and out of a rounded number, so that few programs serve all.
     """
@@ -126,6 +126,18 @@ def stacked_logits(rows: Sequence[RunningRequest], num_rows: int, vocab_size: in
     place = {key: i for i, key in enumerate(different)}
     index = [place[id(row.logits)] for row in rows]
     index += [0] * (num_rows - len(rows))
-    stacked = [*different.values()]
-    stacked += [jnp.zeros(vocab_size)] * (bucket(len(stacked)) - len(stacked))
-    return jnp.stack(stacked)[np.asarray(index)]
+    given = [*different.values()]
+    return _stacked(given + given[:1] * (bucket(len(given)) - len(given)), np.int32(index))
+
+
+@jax.jit
+def _stacked(logits: Sequence[Array], index: Array) -> Array:
+    return jnp.stack(logits)[index]
+
+
+def compile_stacked_logits(num_rows: int, vocab_size: int) -> None:
+    """Compiles what `stacked_logits` runs, for any number of rows."""
+    logits, index = [jnp.zeros(vocab_size)], np.zeros(num_rows, np.int32)
+    while len(logits) <= bucket(num_rows):
+        _stacked(logits, index)
+        logits *= 2

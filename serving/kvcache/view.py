@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import jax
 import numpy as np
 
 from jaxshare import KVCache
+from jaxshare.decoding.array_rows import arrays_on_host, placed
 from jaxshare.layout import Layout, bucket
 from jaxshare.serving.kvcache.fan_in import FanInGroups
 from jaxshare.serving.kvcache.pool import Extent
@@ -62,7 +62,7 @@ class View:
 
     def over(self, cache: KVCache) -> KVCache:
         """A cache whose arena these blocks are in, with these blocks."""
-        offsets, lengths, capacities, phases = jax.device_put(tuple(self.table))
+        offsets, lengths, capacities, phases = placed(tuple(self.table))
         return dataclasses.replace(
             cache, offsets=offsets, lengths=lengths, capacities=capacities, phases=phases
         )
@@ -77,7 +77,13 @@ class View:
     @property
     def layout(self) -> Layout:
         """The blocks as a layout."""
-        return Layout.from_blocks(self.blocks, width=self.width, groups=self.groups)
+        return Layout(placed(self.listed), self.groups)
+
+    def inputs(self, cache: KVCache) -> tuple[KVCache, Layout]:
+        """A cache whose arena these blocks are in, and the layout, for a program that takes them next:
+        their numbers are on the host, which takes a tenth of the time of placing them first."""
+        with arrays_on_host():
+            return self.over(cache), self.layout
 
     @functools.cached_property
     def listed(self) -> np.ndarray:

@@ -185,14 +185,14 @@ class TreePasses:
             )
             seen[i] = [extent for each in row.path for extent in (*each.extents, *each.parts)]
         at, asked, places = _asked(rows, shape[1])
-        view = self._views[shape].build(seen)
+        cache, layout = self._views[shape].build(seen).inputs(self._pool.cache)
         results, self._pool.cache = score_positions(
             self._model.module,
             self._model.variables,
             tokens,
             counts,
-            view.over(self._pool.cache),
-            self._model.adapted(view.layout),
+            cache,
+            self._model.adapted(layout),
             at,
             asked,
             np.int32(len(places) and places[-1][0] + 1),

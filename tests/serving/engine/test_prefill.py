@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxshare import KVCache
 from jaxshare.models import Generation, LoadedModel
 from jaxshare.serving.engine.metrics import Metrics
 from jaxshare.serving.engine.prefill import (
@@ -224,6 +225,16 @@ def test_rows_with_logits_that_are_not_finite_are_found_and_no_others(kv):
     np.testing.assert_allclose(logits[len(pieces) - 1], wanted, atol=2e-3)
     cache = kv.pool.cache
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in (*cache.keys, *cache.values))
+
+
+def test_a_pass_reads_no_fault_of_the_one_before_it(kv, monkeypatch):
+    """It would wait until that has ended."""
+    runner, node = passes(), add(kv, None, text(700))
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "check", lambda _: pytest.fail("a pass that is under way was read"))
+        while found := runner.next_pieces([node.path()], streaming=True):
+            fed = runner.run([piece for _, piece in found])
+    assert fed.finite().all()
 
 
 def test_nothing_to_feed(kv):
