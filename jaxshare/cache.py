@@ -105,7 +105,9 @@ class KVCache(BriefCache):
         offsets, tokens = extents(sizes)
         cache = cls.empty(config, tokens, sizes.size, dtype, mesh=mesh, approximate=approximate)
         return dataclasses.replace(
-            cache, offsets=jnp.asarray(offsets, jnp.int32), capacities=jnp.asarray(sizes, jnp.int32)
+            cache,
+            offsets=jax.device_put(np.array(offsets, np.int32)),
+            capacities=jax.device_put(np.array(sizes, np.int32)),
         )
 
     @classmethod
@@ -339,10 +341,10 @@ class KVCache(BriefCache):
         check_disjoint(new_offsets, new_capacities)
         return dataclasses.replace(
             self,
-            lengths=jnp.asarray(new_lengths),
-            offsets=jnp.asarray(new_offsets),
-            capacities=jnp.asarray(new_capacities),
-            phases=jnp.asarray(new_phases),
+            lengths=jax.device_put(new_lengths),
+            offsets=jax.device_put(new_offsets),
+            capacities=jax.device_put(new_capacities),
+            phases=jax.device_put(new_phases),
         )
 
     def relocate(
@@ -386,7 +388,7 @@ class KVCache(BriefCache):
                 jnp.asarray(int(new_offsets[block]), jnp.int32),
             )
         return dataclasses.replace(
-            cache, offsets=jnp.asarray(new_offsets), capacities=jnp.asarray(new_capacities)
+            cache, offsets=jax.device_put(new_offsets), capacities=jax.device_put(new_capacities)
         )
 
     def check(self) -> None:

@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxshare import KVCache
+from jaxshare.decoding.array_rows import filled
 from jaxshare.serving.errors import ClosedError, EngineError, TooLongError
 from jaxshare.serving.kvcache.device_lock import Agreed, DeviceLock, Turn
 from jaxshare.serving.kvcache.manager import KVManager
@@ -263,16 +263,16 @@ class KVLease:
 
     def attach(self, cache: KVCache | None = None) -> KVCache:
         """The session's cache with the current arrays; empty blocks for None. Under the lock."""
-        arenas, none = self._kv.pool.cache, jnp.zeros(len(self._offsets), jnp.int32)
+        arenas, rows = self._kv.pool.cache, len(self._offsets)
         if cache is None:
             cache = dataclasses.replace(
                 arenas,
-                lengths=none,
-                capacities=jnp.asarray(self._capacities),
-                phases=none + 0,
-                faults=jnp.zeros((), jnp.int32),
+                lengths=filled(rows),
+                capacities=jax.device_put(self._capacities),
+                phases=filled(rows),
+                faults=filled(()),
             )
-        offsets = jnp.asarray(self._offsets + self._extent.offset)
+        offsets = jax.device_put(self._offsets + self._extent.offset)
         cache = _on_device(cache)
         return dataclasses.replace(cache, keys=arenas.keys, values=arenas.values, offsets=offsets)
 
@@ -288,7 +288,7 @@ class KVLease:
         """A copy of the session's blocks alone, to look at."""
         with self.exclusive():
             keys, values = self._kv.pool.copy(self._extent)
-            offsets = jnp.asarray(self._offsets)
+            offsets = jax.device_put(self._offsets)
             return dataclasses.replace(_on_device(cache), keys=keys, values=values, offsets=offsets)
 
 

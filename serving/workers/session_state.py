@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxshare import DecodeState, FinishReason, KVCache, Layout, Sampler
 from jaxshare.argument_checks import INT32_MAX
 from jaxshare.compile_time import compile_seconds
+from jaxshare.decoding.array_rows import placed
 from jaxshare.decoding.automaton import TokenAutomaton
 from jaxshare.deprecated import warn_renamed
 from jaxshare.models import LoadedModel
@@ -248,7 +248,9 @@ class SessionState:
         """Brings the device's layout in line with the roster."""
         steps = self.state.steps
         self.rows = self.model.adapted(self.roster.device_layout)
-        steps = dataclasses.replace(steps, targets=jnp.asarray(self.roster.targets, jnp.int32))
+        steps = dataclasses.replace(
+            steps, targets=placed(np.asarray(self.roster.targets, np.int32))
+        )
         self.state = dataclasses.replace(self.state, layout=self.rows, steps=steps)
 
     def prepare_openings(self) -> None:
