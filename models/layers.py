@@ -326,9 +326,12 @@ def forward(
         unknown or repeated block, two rows writing one block, or a block that would be written
         beyond its capacity.
     """
-    # Arrays of the host are placed with the other arguments, which takes less time.
-    numbers = (jnp if isinstance(x, Array) else np for x in (tokens, count))
-    tokens, count = (n.asarray(x, np.int32) for n, x in zip(numbers, (tokens, count), strict=True))
+    # Of arrays of the host the pass has copies, as those may change while it runs. They
+    # are placed with the other arguments, which takes less time.
+    tokens, count = (
+        x.astype(np.int32) if isinstance(x, Array) else np.array(x, np.int32)
+        for x in (tokens, count)
+    )
     if checked:
         _check(config, tokens, count, cache, layout)
     return _forward(

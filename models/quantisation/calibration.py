@@ -291,5 +291,5 @@ def as_params(weights: Mapping[Path, Any]) -> dict[str, Any]:
         node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = jax.device_put(value)
+        node[path[-1]] = jax.device_put(jax.tree.map(np.array, value))
     return tree
