@@ -31,7 +31,7 @@ class Layout:
         (`jaxshare.models.adapters`), 0 for none.
     """
 
-    blocks: Int32[Array | np.ndarray, "R N"]
+    blocks: Int32[Array, "R N"]
     groups: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     ahead: Int32[Array, " R"] | None = None
     adapters: Int32[Array | np.ndarray, " R"] | None = None

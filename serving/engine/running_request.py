@@ -127,7 +127,9 @@ def stacked_logits(rows: Sequence[RunningRequest], num_rows: int) -> Array:
     index = [place[id(row.logits)] for row in rows]
     index += [0] * (num_rows - len(rows))
     given = [*different.values()]
-    return _stacked(given + given[:1] * (bucket(len(given)) - len(given)), np.int32(index))
+    return _stacked(
+        given + given[:1] * (bucket(len(given)) - len(given)), np.asarray(index, np.int32)
+    )
 
 
 @jax.jit
