@@ -88,7 +88,7 @@ docs-release: $(DOCS_ENV) ## the site as a version in SITE, a folder of all vers
 	.venv-docs/bin/python -m scripts.docs.site
 	.venv-docs/bin/python -m scripts.docs.versions '$(SITE)' $(DOCS_ARGS)
 
-# The quick tests run the programs of the documents.
+# Programs of the pages that are left out there have tests of their own.
 docs-check: $(DEV) $(DOCS_ENV) ## the site, built strictly; links, spelling, commands, tables; programs that are run or say why not
 	.venv-docs/bin/python -m scripts.docs.site
 	.venv-docs/bin/codespell README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs benchmarks/*.md build/docs/command_line.md

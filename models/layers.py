@@ -326,8 +326,8 @@ def forward(
         unknown or repeated block, two rows writing one block, or a block that would be written
         beyond its capacity.
     """
-    # Of arrays of the host the pass has copies, as those may change while it runs. They
-    # are placed with the other arguments, which takes less time.
+    # A pass has copies of arrays of the host, which may change while it runs. They are placed with the
+    # other arguments, which takes less time.
     tokens, count = (
         x.astype(np.int32) if isinstance(x, Array) else np.array(x, np.int32)
         for x in (tokens, count)

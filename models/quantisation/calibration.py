@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
@@ -291,5 +292,5 @@ def as_params(weights: Mapping[Path, Any]) -> dict[str, Any]:
         node = tree
         for key in path[:-1]:
             node = node.setdefault(key, {})
-        node[path[-1]] = jax.device_put(jax.tree.map(np.array, value))
+        node[path[-1]] = jax.tree.map(jnp.asarray, value)
     return tree
