@@ -51,7 +51,7 @@ LLAMA_ENV := .venv-llama/.installed
 LLAMA := llama-cpp-python==0.3.36
 
 WHAT ?= decode
-BENCHES := agents approximate attention before collaboration decode devices engine evaluation grammars kernels llama-cpp lm_eval logits_cache mixed quantised residency rollouts sampling serve sharing workers
+BENCHES := agents approximate attention before collaboration crowds decode devices engine evaluation grammars kernels llama-cpp lm_eval logits_cache mixed quantised residency rollouts sampling serve sharing workers
 BENCH_NEEDS_attention := $(CUDA)
 BENCH_NEEDS_decode := $(TORCH_ENV)
 BENCH_NEEDS_llama-cpp := $(LLAMA_ENV)

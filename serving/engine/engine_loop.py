@@ -96,8 +96,11 @@ class EngineLoop:
         """Refuses a request where the queue is full, or waits where processes could differ."""
 
         def waiting() -> int:
+            queue = self._scheduler.queue
+            if (count := len(self._submitted) + len(queue)) < max_queue:
+                return count
             # The cancelled ones leave with the next step, for which a program may be compiled.
-            queued = self._scheduler.queue.unordered()
+            queued = queue.unordered()
             return sum(not request.cancel_wanted for request in (*self._submitted, *queued))
 
         if self._leases.shared and self._leases.decides:

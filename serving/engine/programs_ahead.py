@@ -38,6 +38,8 @@ class ProgramsAhead:
         self._rows, self._metrics, self._on_end = rows, metrics, on_end
         self._job: _CompilerJob | None = None
         self._widened: _Shapes | None = None  # the last that were compiled for more blocks
+        # Options for which there was room: sizes only grow, but for those of grammars.
+        self._last_found: tuple[object, ...] | None = None
         rows.before_dispatch = self._wait_for
 
     @property
@@ -66,7 +68,14 @@ class ProgramsAhead:
         return True
 
     def _has_room(self, request: Request) -> bool:
-        return self._rows.sizes_for([request]) == self._rows.sizes
+        sampler, logprobs = request.sampler, (request.num_top_logprobs, request.processed)
+        options = sampler, logprobs, request.both, sampler.reads_tokens and request.max_tokens
+        if sampler.grammar is None and options == self._last_found:
+            return True
+        found = self._rows.sizes_for([request]) == self._rows.sizes
+        if found:
+            self._last_found = options
+        return found
 
     def _begin(
         self, shapes: "_Shapes", *, requests: Sequence[Request] = (), rows: int | None = None

@@ -167,6 +167,8 @@ class Contribution(Policy):
         )
         self._num_observed, self._places = 0, SearchPlaces()
         self._contributions: dict[str, float] = {}
+        # Many requests can be admitted before the contributions of hundreds of agents are asked for.
+        self._is_due = False
         # Every eviction ranks all segments, again and again: ranks are cached until a change.
         self._now = 0
         self._scores: dict[Segment, float] = {}
@@ -175,9 +177,12 @@ class Contribution(Policy):
     def contributions(self) -> dict[str, float]:
         """Every active agent's contribution, as of the last update.
 
-        They add up to 1, or to alpha while nothing is shared.
+        They add up to 1, or to alpha while nothing is shared. They are never changed: others come in
+        their place.
         """
-        return dict(self._contributions)
+        if self._is_due:
+            self._update()
+        return self._contributions
 
     def observe(self, observation: Observation) -> None:
         self._clear_ranks(observation.now)
@@ -195,9 +200,11 @@ class Contribution(Policy):
                     of_stage[kind] += count
         for stage, counts in enumerate(waited):
             for kind, count in enumerate(counts):
-                self._add_outcome(agent, entry, (kind, stage, False), count)
+                if count:
+                    self._add_outcome(agent, entry, (kind, stage, False), count)
         agent.number += 1
-        for number in [n for n in agent.last_uses if n < agent.clamped(n)]:
+        oldest = agent.clamped(0)
+        for number in [n for n in agent.last_uses if n < oldest]:
             for kind, count in enumerate(agent.last_uses.pop(number)):
                 agent.add_last_use(number, kind, count)
         agent.latest = entry
@@ -209,7 +216,9 @@ class Contribution(Policy):
             self._slide()
         self._forget_evicted()
         if (self._num_observed - 1) % self._round == 0:
-            self._update()
+            self._is_due = True
+            if self._round > 1:
+                self._update()  # the next request is not to count
 
     def finished(self, agent: str, new_tokens: int) -> None:
         counts = self._agents.get(agent)
@@ -291,8 +300,9 @@ class Contribution(Policy):
         score = 0.0
         if not self.may_return(segment):
             return score
+        contributions = self.contributions()
         for name in segment.owners:
-            value = self._contributions.get(name, 0.0)
+            value = contributions.get(name, 0.0)
             if value and self._expect and name in uses:
                 agent, use = self._agents[name], uses[name]
                 missed = agent.number - use.number
@@ -306,6 +316,7 @@ class Contribution(Policy):
 
     def _update(self) -> None:
         """Computes the contributions from the sums over the window."""
+        self._is_due = False
         active = {name: agent for name, agent in self._agents.items() if agent.requests}
         own = intrinsic(
             [

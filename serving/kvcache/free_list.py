@@ -33,6 +33,8 @@ class FreeList:
         step = alignment(tokens) if aligned else 1
         for i in reversed(range(len(self._runs))) if high else range(len(self._runs)):
             start, end = self._runs[i]
+            if end - start < tokens:  # most of thousands
+                continue
             offset = (end - tokens) // step * step if high else start + -start % step
             if start <= offset and offset + tokens <= end:
                 self._cut(i, offset, offset + tokens)

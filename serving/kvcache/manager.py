@@ -193,7 +193,7 @@ class KVManager:
         in_flight = match.in_flight >= MIN_SHARED_TOKENS
         if not self._host_tokens and not in_flight and self.pool.free < needed:
             with _pinned(match.node.path()):
-                if self.pool.free + self.tree.unused_tokens() >= needed:
+                if self.tree.can_be_free(needed):
                     self._evict(needed)
 
     def _waits(self, match: Match, request: KVRequest) -> bool:
@@ -257,7 +257,7 @@ class KVManager:
         with _pinned(path):
             available = self.pool.free - sum(len(node.tokens) for node in path if node.copy)
             if available < needed + growth:
-                available += self.tree.unused_tokens()
+                available += self.tree.unused_tokens(needed + growth - available)
             if available < needed or not all(self._swap_in(node) for node in path):
                 return None
             extents = self._unattached
@@ -381,8 +381,7 @@ class KVManager:
 
     def lease(self, tokens: int) -> Extent | None:
         """Leases an extent to a session; None if requests use the memory."""
-        available = self.pool.free + self.tree.unused_tokens()
-        extent = self._take(tokens) if available >= tokens else None
+        extent = self._take(tokens) if self.tree.can_be_free(tokens) else None
         if extent:
             self.leased.add(extent)
             self.leased_tokens += tokens

@@ -15,11 +15,8 @@ import numpy as np
 
 from jaxshare.serving.kvcache.policy import Policy, Segment, common_prefix
 from jaxshare.serving.kvcache.pool import Extent, Pool
+from jaxshare.serving.kvcache.prefix_node import MIN_SHARED_TOKENS, path_hash
 from jaxshare.serving.kvcache.prefix_node import Node as Node
-from jaxshare.serving.kvcache.prefix_node import path_hash
-
-MIN_SHARED_TOKENS = 16
-"""The fewest common tokens that are worth waiting for, and a block of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +65,11 @@ class PrefixTree:
         node, node_tokens, matched = self.root, 0, 0
         while matched < max_tokens:
             best, cached, in_flight, writer = None, 0, 0, None
-            for child in node.children.get((adapter, int(tokens[matched])), ()):
+            for child, common in node.nearest(tokens[matched:max_tokens], adapter):
+                if common < MIN_SHARED_TOKENS and common <= cached:
+                    break  # all that follow have no more
                 if child.private:
                     continue
-                common = common_prefix(child.tokens, tokens[matched:max_tokens])
                 if (usable := min(common, child.num_cached)) > cached:
                     best, cached = child, usable
                 if child.writing and common > in_flight:
@@ -200,8 +198,7 @@ class PrefixTree:
         """Merges the beginning of a node with siblings that hold the same tokens."""
         while True:
             assert node.parent is not None
-            siblings = node.parent.children[node.key]
-            siblings = [twin for twin in siblings if twin is not node and not twin.private]
+            siblings = [twin for twin in node.twins() if not twin.private]
             common, index = max(
                 (
                     (min(common_prefix(twin.tokens, node.tokens), twin.num_cached), i)
@@ -304,11 +301,21 @@ class PrefixTree:
                 heapq.heappush(candidates, (rank, next(numbers), above))
         return evicted
 
-    def unused_tokens(self) -> int:
-        """Tokens on the accelerator that no request uses."""
-        return sum(
-            node.extent.length for node in self.root.subtree() if node.extent and not node.ref_count
-        )
+    def can_be_free(self, tokens: int) -> bool:
+        """Returns whether so many tokens on the accelerator are free, or used by no request."""
+        free = self.pool.free
+        return free + self.unused_tokens(tokens - free) >= tokens
+
+    def unused_tokens(self, enough: int) -> int:
+        """Tokens on the accelerator that no request uses; of a large tree no more are counted than
+        are `enough`, or a node more."""
+        found = 0
+        for node in self.root.subtree():
+            if found >= enough:
+                break
+            if node.extent and not node.ref_count:
+                found += node.extent.length
+        return found
 
     def evict_node(self, node: Node, worth_a_copy: bool) -> None:
         """Takes a node off the accelerator.

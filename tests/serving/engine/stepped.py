@@ -133,5 +133,6 @@ class Stepped(Engine):
     def _fits(self, tokens: int) -> bool:
         """Returns whether a session would be given so many tokens at once."""
         left, kv = self._leases.available - tokens, self._scheduler.kv
-        free = kv.pool.free + kv.tree.unused_tokens()
-        return free >= tokens and all(call.max_tokens <= left for call in self._requests)
+        return kv.tree.can_be_free(tokens) and all(
+            call.max_tokens <= left for call in self._requests
+        )

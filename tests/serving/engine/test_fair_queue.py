@@ -123,7 +123,7 @@ def test_each_agent_admits_first_what_is_cached_most(seed):
             queue.add(new)
             served.setdefault(new.agent, 0)
             continue
-        order = queue.by_cached(cached.__getitem__)
+        order = [*queue.by_cached(cached.__getitem__)]
         assert order == slow_order(waiting, queue._served, cached, passed)
         first = order[0]
         older = [
@@ -148,7 +148,7 @@ def test_no_request_is_passed_for_long():
         new = Asked("a", number)
         cached[new] = 100
         queue.add(new)
-        first = queue.by_cached(cached.__getitem__)[0]
+        first = next(queue.by_cached(cached.__getitem__))
         queue.take(first)
         admitted.append(first)
     assert admitted.index(poor) == 8

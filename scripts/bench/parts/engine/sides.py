@@ -107,6 +107,7 @@ class Served:
             max_queue=10**6,
             sampler=sampler,
         )
+        self.engine.warm_up()  # as a server does
         if not reuse:
             tree = self.engine._scheduler.kv.tree
             tree.match = lambda tokens, most, adapter=b"": Match(tree.root, 0, 0, 0)
