@@ -10,15 +10,15 @@ from scripts.bench import crowds
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(crowds, "CROWDS", {True: (300, 100)})
+    monkeypatch.setattr(crowds, "CROWDS", {True: (300, 100, 96)})
     monkeypatch.setattr(crowds, "CALLS", 64)
     output = tmp_path / "crowds.json"
     assert crowds.main(["--quick", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
-    sides = {crowds.FEW, crowds.CACHED, crowds.WAITING}
+    sides = {crowds.FEW, crowds.CACHED, crowds.WAITING, crowds.FEW_AT_ONCE, crowds.AT_ONCE}
     assert report["result"]["calls_per_second"].keys() == sides
     assert all(len(times) == 3 for times in report["result"]["round_seconds"].values())
-    assert len(report["goals"]) == 2
+    assert len(report["goals"]) == 3
     assert "of few" in capsys.readouterr().out
 
 

@@ -646,3 +646,16 @@ def test_text_needs_a_tokenizer():
         ValueError, match=re.escape("no tokenizer, so a prompt must be given as tokens")
     ):
         generate(dataclasses.replace(model(), tokenizer=None), PROMPT)
+
+
+@pytest.mark.slow
+def test_passes_for_many_short_prompts_do_not_grow_with_their_number():
+    """What they have more than a token of is fed in pieces, of which a pass has more places in a
+    larger loop."""
+    rng = np.random.default_rng(5)
+    prompts = [[*TOKENS[:3], *rng.integers(3, 402, 13).tolist()] for _ in range(160)]
+    given = {"max_new_tokens": 3, "sampler": HOT, "seed": 3}
+    together = generate(model(), prompts, **given)
+    assert together.passes <= 160 * 16 / 256 + 3 + 1
+    few = generate(model(), prompts[:40], max_rows=40, **given)
+    assert [c.tokens for c in few] == [c.tokens for c in together][:40]
