@@ -132,11 +132,8 @@ def measure(
         WAITING: lambda: few.run(waiting, waiting) * CALLS / waiting,
     }
     say("in turn")
-    try:
+    with few.engine, many.engine:
         seconds = alternate(sides, rounds)
-    finally:
-        for each in (few, many):
-            each.engine.shutdown()
     say("generate")
     prompts = Prompts(model, seed + 2)
     sides = {

@@ -22,7 +22,7 @@ _NUMBER, _FIRST = operator.attrgetter("number"), operator.itemgetter(0)
 
 
 class FairQueue:
-    """Waiting requests. What is done for one of them takes no longer where thousands wait.
+    """Waiting requests. What is done for one of them takes hardly longer where thousands wait.
 
     An agent's service is the number of tokens that were read and written for it, divided by its
     share. The agent with the least service comes first (fair queueing by tokens, Sheng et al.
@@ -122,15 +122,14 @@ class FairQueue:
             self._passed[group[0]] += 1
 
     def _remove(self, request: Request) -> None:
-        del self._passed[request]  # a counter's
-        if request not in self._requests:
-            return
-        del self._requests[request]
-        key = request.priority, request.agent
-        group = self._groups[key]
-        del group[bisect.bisect_left(group, request.number, key=_NUMBER)]
-        if not group:
-            del self._groups[key]
+        del self._passed[request]  # no error of a counter where it is not there
+        if request in self._requests:
+            del self._requests[request]
+            key = request.priority, request.agent
+            group = self._groups[key]
+            del group[bisect.bisect_left(group, request.number, key=_NUMBER)]
+            if not group:
+                del self._groups[key]
 
     def finish(self, request: Request) -> None:
         """Removes a finished request and forgets agents that need not be remembered."""

@@ -1,7 +1,7 @@
 """The sizes of a decode loop that follow from the options of requests: others are another program."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from jaxshare.decoding.processing import ProcessorPlaces
 from jaxshare.decoding.samplers import SamplerPlaces
@@ -63,6 +63,12 @@ class LoopSizes:
             vocab=vocab if any(each.counts_tokens for each in samplers) else self.vocab,
             texts=max(self.texts, bucket(max(read)) if read else 0),
         )
+
+    @staticmethod
+    def read_by_grown(request: Request) -> Hashable:
+        """All that `grown` reads of a request: those that are equal in it grow sizes alike."""
+        sampler, logprobs = request.sampler, (request.num_top_logprobs, request.processed)
+        return sampler, logprobs, request.both, sampler.reads_tokens and request.max_tokens
 
     def joined(self, other: "LoopSizes") -> "LoopSizes":
         """Returns sizes for both."""

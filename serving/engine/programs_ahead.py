@@ -11,7 +11,7 @@ fewer rows, once it would have served many dispatches (`jaxshare.serving.engine.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from jaxshare.compile_time import Stopwatch
 from jaxshare.serving.engine.decode_rows import DecodeRows
@@ -38,8 +38,8 @@ class ProgramsAhead:
         self._rows, self._metrics, self._on_end = rows, metrics, on_end
         self._job: _CompilerJob | None = None
         self._widened: _Shapes | None = None  # the last that were compiled for more blocks
-        # Options for which there was room: sizes only grow, but for those of grammars.
-        self._last_found: tuple[object, ...] | None = None
+        # Of a request for which there was room: sizes only grow, but for those of grammars.
+        self._had_room: Hashable = None
         rows.before_dispatch = self._wait_for
 
     @property
@@ -68,14 +68,13 @@ class ProgramsAhead:
         return True
 
     def _has_room(self, request: Request) -> bool:
-        sampler, logprobs = request.sampler, (request.num_top_logprobs, request.processed)
-        options = sampler, logprobs, request.both, sampler.reads_tokens and request.max_tokens
-        if sampler.grammar is None and options == self._last_found:
+        options = LoopSizes.read_by_grown(request)
+        if request.sampler.grammar is None and options == self._had_room:
             return True
-        found = self._rows.sizes_for([request]) == self._rows.sizes
-        if found:
-            self._last_found = options
-        return found
+        has_room = self._rows.sizes_for([request]) == self._rows.sizes
+        if has_room:
+            self._had_room = options
+        return has_room
 
     def _begin(
         self, shapes: "_Shapes", *, requests: Sequence[Request] = (), rows: int | None = None

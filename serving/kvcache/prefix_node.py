@@ -146,7 +146,8 @@ class Node:
             parent.attach(self)
 
     def subtree(self) -> "Iterator[Node]":
-        """This node and all nodes below it, those first that came last. Nothing may change meanwhile."""
+        """This node and all nodes below it, which may not change meanwhile. Each is made as it is asked
+        for, so that a walk can end early."""
         stack: list[Iterator[Node]] = [iter((self,))]
         while stack:
             for node in stack[-1]:
