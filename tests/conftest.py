@@ -44,7 +44,7 @@ import hypothesis
 import jax
 import pytest
 
-from tests import typechecking
+from tests import arenas, typechecking
 
 typechecking.install()
 
@@ -147,9 +147,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_configure(config):
-    """`-m gpu` is for the best device there is."""
+    """`-m gpu` is for the best device there is, and programs are shared where slow tests are left out."""
     if config.option.markexpr == "gpu" and jax.config.jax_platforms == "cpu":
         jax.config.update("jax_platforms", None)
+    if "not slow" in config.option.markexpr:
+        arenas.share_sizes()
 
 
 @pytest.fixture(autouse=True)

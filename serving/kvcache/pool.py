@@ -37,6 +37,18 @@ def standard_tokens(model: LoadedModel, rows: int, max_bytes: int) -> int:
     return min(arena_size(tokens), whole_tiles(max_bytes // token_bytes(model)))
 
 
+def empty_arena(model: LoadedModel, tokens: int) -> KVCache:
+    """An arena for so many tokens."""
+    return KVCache.empty(
+        model.config,
+        tokens,
+        1,
+        cache_dtype(model),
+        mesh=model.mesh,
+        approximate=model.approximate_kv,
+    )
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Extent:
     """A run of the arena.
@@ -108,14 +120,7 @@ class Pool:
         self.tokens = tokens
         self.bytes_per_token = token_bytes(model)
         try:
-            self.cache = KVCache.empty(
-                model.config,
-                tokens,
-                1,
-                cache_dtype(model),
-                mesh=model.mesh,
-                approximate=model.approximate_kv,
-            )
+            self.cache = empty_arena(model, tokens)
             jax.block_until_ready(self.cache.keys)  # a device says late that it is full
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

@@ -44,7 +44,7 @@ CONFIG = dataclasses.replace(TINY, num_layers=1, vocab_size=31, max_positions=51
 MODEL = LoadedModel(CONFIG, init(CONFIG), None, Generation(stop_tokens=(STOP,)))
 SIZE = token_bytes(MODEL)
 WARM = Sampler(temperature=0.7)
-ROWS, MOST_PASSES = 4, 64
+ROWS, MOST_PASSES = 4, 63
 """Of all engines whose subject is neither, so that tests share programs. How many of these passes
 a dispatch takes is data."""
 SHORT, LONG = ({"logits_cache": 10**6, "kept_logits": kept} for kept in (8, 31))

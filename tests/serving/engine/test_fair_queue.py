@@ -155,7 +155,7 @@ def test_no_request_is_passed_for_long():
 
 
 def test_an_engine_with_little_memory_reads_what_requests_share_once():
-    engine = Stepped(256, max_rows=1, passes=64)
+    engine = Stepped(256, max_rows=1, passes=63)
     families = [lasting(100, 4, seed=seed) for seed in range(2)]
     streams = [
         engine.submit([*families[number % 2], 5 + number], max_new_tokens=4, agent_id="a")
