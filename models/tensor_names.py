@@ -6,6 +6,7 @@ another order.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -211,23 +212,29 @@ def expected_tensors(config: ModelConfig) -> dict[str, ExpectedTensor]:
 
 def _parameters(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
     """The path and shape of each parameter."""
-    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     # One layer of each kind is traced, since a file may name thousands.
     kinds: dict[bool, list[int]] = {}
     for layer, form in enumerate(config.layer_forms):
         kinds.setdefault(form.is_sparse, []).append(layer)
     for number, layers in enumerate(kinds.values()):
-        one = config.only(layers[0])
-
-        def parameters(tokens: jax.Array, one: ModelConfig = one) -> Any:
-            return Decoder(one).init(jax.random.key(0), tokens, method=Decoder.causal)
-
-        for keys, leaf in jax.tree.leaves_with_path(jax.eval_shape(parameters, tokens)["params"]):
-            first, *rest = (key.key for key in keys)
+        for (first, *rest), shape in _parameters_of_one(config.only(layers[0])):
             if first == "layers_0":
-                yield from (((f"layers_{n}", *rest), leaf.shape) for n in layers)
+                yield from (((f"layers_{n}", *rest), shape) for n in layers)
             elif number == 0:
-                yield (first, *rest), leaf.shape
+                yield (first, *rest), shape
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters_of_one(config: ModelConfig) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+    """The path and shape of each parameter of a model of one layer. To trace it takes a tenth of a
+    second and more, and a model is looked at several times from its files to its checkpoint."""
+
+    def parameters(tokens: jax.Array) -> Any:
+        return Decoder(config).init(jax.random.key(0), tokens, method=Decoder.causal)
+
+    shapes = jax.eval_shape(parameters, jax.ShapeDtypeStruct((1, 2), jnp.int32))["params"]
+    leaves = jax.tree.leaves_with_path(shapes)
+    return tuple((tuple(key.key for key in keys), leaf.shape) for keys, leaf in leaves)
 
 
 def _located(config: ModelConfig, path: tuple[str, ...], shape: tuple[int, ...]) -> ExpectedTensor:
