@@ -296,7 +296,7 @@ def _token_numbers(name: str, tokens: Any) -> tuple[int, ...]:
         raise TypeError(
             f"{name} is {shown(tokens)}; it must be the numbers of tokens, such as (5, 6)"
         ) from None
-    numbers = [as_integer("a token of a bias or a ban", token, most=INT32_MAX) for token in given]
+    numbers = [as_integer(f"a token of {name}", token, most=INT32_MAX) for token in given]
     if negative := [token for token in numbers if token < 0]:
         raise ValueError(f"a bias or a ban names token {negative[0]}; tokens are numbered from 0")
     return tuple(numbers)

@@ -281,10 +281,12 @@ def _chat(
     returns: Any, tools: Any, run_tools: Any, limits: tuple[Any, Any], variables: Any
 ) -> Chat | None:
     """The chat of a request; None where all is as by default."""
-    if returns is tools is variables is None and run_tools is True and limits == _LIMITS:
-        return None
     if not isinstance(run_tools, bool):
         raise TypeError(f"run_tools is {shown(run_tools)}; it must be True or False")
+    rounds = as_integer("rounds", limits[0], 1)
+    most_characters = as_integer("most_characters", limits[1], 1)
+    if returns is tools is variables is None and run_tools and (rounds, most_characters) == _LIMITS:
+        return None
     if variables is not None and not isinstance(variables, Mapping):
         raise TypeError(f"chat_template_kwargs is {shown(variables)}; it must be a dict with names")
     offered = as_tools(tools)
@@ -293,10 +295,10 @@ def _chat(
     return Chat(
         offered,
         run_tools,
-        as_integer("rounds", limits[0], 1),
+        rounds,
         None if returns is None else as_returns(returns),
         copy.deepcopy(dict(variables or {})),
-        as_integer("most_characters", limits[1], 1),
+        most_characters,
     )
 
 

@@ -139,8 +139,9 @@ class StepDecisions:
                 scheduler.queue.add(request)
         cancelled = set(agreed["cancelled"])
         if cancelled:
-            for request in self.requests:
-                request.cancelled |= request.number in cancelled
+            with self._changed:  # others submit meanwhile
+                for request in self.requests:
+                    request.cancelled |= request.number in cancelled
         scheduler.sessions.end_feeds(agreed["given_up"])
         scheduler.sessions.add(self._joining)
         scheduler.kv.speeds.use(*agreed["speeds"])

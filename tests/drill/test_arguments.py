@@ -43,6 +43,12 @@ QUICK = ("Sampler", "Branch", "pass_at_k", "Engine.submit", "Hotspot", "llm", "B
         (lambda: agents.llm("a", top_k=[7]), TypeError, r"top_k is \[7\]; it must be an integer"),
         (lambda: agents.llm("a", max_new_tokens={}), TypeError, r"max_new_tokens is \{\}; it must"),
         (lambda: agents.llm("a", timeout=1j), TypeError, "timeout is 1j; it must be a number"),
+        (lambda: agents.llm("a", rounds=np.ones((2, 2))), TypeError, "rounds is array.*; it must"),
+        (
+            lambda: Sampler(forbidden_first={"role": "user"}),
+            TypeError,
+            "a token of forbidden_first is 'role'; it must be an integer",
+        ),
         (lambda: Prefixes(MODEL, max_tokens={}), TypeError, "max_tokens is .*; it must be an int"),
         (lambda: Prefixes(MODEL, max_kv_bytes="9"), TypeError, "max_kv_bytes is '9'; it must be"),
         (

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxshare import KVCache, Sampler
+from jaxshare import FinishReason, KVCache, Sampler
 from jaxshare.serving import Workers
 from jaxshare.serving.engine import ClosedError, Engine, EngineError, decode_rows
 from jaxshare.serving.kvcache import manager
 from tests.serving.engine.mixed_schedules import make, model, start_engine
 from tests.serving.engine.stepped import small_pieces
-from tests.serving.engine.test_engine import LONG, MODEL, SIZE, WARM, engine_of
+from tests.serving.engine.test_engine import LONG, MODEL, SIZE, WARM, Stepped, engine_of
 from tests.serving.engine.test_random_mixed_schedules import visit
 
 __all__ = ["small_pieces"]  # the fixture
@@ -46,6 +46,37 @@ def expected():
 def engine():
     with small() as engine:
         yield engine
+
+
+class Growing(dict):
+    """The requests of an engine. While they are looked through another thread submits one more."""
+
+    submit = None
+
+    def __iter__(self):
+        self.threads = []
+        for number, request in enumerate(super().__iter__()):
+            if self.submit and not number:
+                self.threads.append(threading.Thread(target=self.submit))
+                self.threads[-1].start()
+                self.threads[-1].join(0.1)
+            yield request
+
+
+def test_a_request_that_comes_while_another_is_cancelled_is_served(expected):
+    engine, late = Stepped(1024, **LONG), []
+    kept, cancelled = (engine.submit(PROMPT, WARM, **EXPECTED) for _ in range(2))
+    engine.step()
+    engine._requests = engine._decisions.requests = requests = Growing(engine._requests)
+    requests.submit = lambda: late.append(engine.submit(PROMPT, WARM, **EXPECTED))
+    cancelled.cancel()
+    engine.step()
+    requests.submit = None
+    for thread in requests.threads:
+        thread.join()
+    engine.settle()
+    assert late and {stream.wait(0).tokens for stream in (kept, *late)} == {expected}
+    assert cancelled.wait(0).finish_reason is FinishReason.CANCELLED
 
 
 # What one caller gives.
