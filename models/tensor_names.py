@@ -227,7 +227,7 @@ def _parameters(config: ModelConfig) -> Iterator[tuple[tuple[str, ...], tuple[in
 @functools.lru_cache(maxsize=64)
 def _parameters_of_one(config: ModelConfig) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
     """The path and shape of each parameter of a model of one layer. To trace it takes a tenth of a
-    second and more, and a model is looked at several times from its files to its checkpoint."""
+    second and more, and one process may load models of the same config again and again."""
 
     def parameters(tokens: jax.Array) -> Any:
         return Decoder(config).init(jax.random.key(0), tokens, method=Decoder.causal)

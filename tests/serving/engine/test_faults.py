@@ -49,17 +49,19 @@ def engine():
 
 
 class Growing(dict):
-    """The requests of an engine. While they are looked through another thread submits one more."""
+    """The requests of an engine. While they are looked through other threads submit more, four in all:
+    two as a step is decided on, and two as it is run."""
 
-    submit = None
+    def __init__(self, requests, submit):
+        super().__init__(requests)
+        self._submit, self.threads = submit, []
 
     def __iter__(self):
-        self.threads = []
-        for number, request in enumerate(super().__iter__()):
-            if self.submit and not number:
-                self.threads.append(threading.Thread(target=self.submit))
-                self.threads[-1].start()
-                self.threads[-1].join(0.1)
+        for request in super().__iter__():
+            if len(self.threads) < 4:
+                self.threads.append(thread := threading.Thread(target=self._submit))
+                thread.start()
+                thread.join(0.1)
             yield request
 
 
@@ -67,12 +69,13 @@ def test_a_request_that_comes_while_another_is_cancelled_is_served(expected):
     engine, late = Stepped(1024, **LONG), []
     kept, cancelled = (engine.submit(PROMPT, WARM, **EXPECTED) for _ in range(2))
     engine.step()
-    engine._requests = engine._decisions.requests = requests = Growing(engine._requests)
-    requests.submit = lambda: late.append(engine.submit(PROMPT, WARM, **EXPECTED))
+    growing = Growing(
+        engine._requests, lambda: late.append(engine.submit(PROMPT, WARM, **EXPECTED))
+    )
+    engine._requests = engine._decisions.requests = growing
     cancelled.cancel()
     engine.step()
-    requests.submit = None
-    for thread in requests.threads:
+    for thread in growing.threads:
         thread.join()
     engine.settle()
     assert late and {stream.wait(0).tokens for stream in (kept, *late)} == {expected}
