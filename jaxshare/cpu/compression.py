@@ -12,14 +12,13 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxshare.cpu.ir import F32, F64, I32, I64, PTR, VOID, Code, Record, Val
-from jaxshare.cpu.mathematics import exp, reduced
+from jaxshare.cpu.mathematics import exp, is_any, reduced
 from jaxshare.cpu.runtime import Call, begin_task, register
 from jaxshare.cpu.selection import (
     LOWEST,
     as_i64,
     doubled,
     for_vectors,
-    is_any,
     keys_of,
     load_bits,
     write_count_threshold,

@@ -41,7 +41,8 @@ class Val:
     """A value of the machine: an i64, a float, a pointer, a bool, or a vector of these.
 
     Operators take another value of the same type, or a number of Python. Adding an int or an i64 to
-    a pointer moves it by so many bytes.
+    a pointer moves it by so many bytes. A NaN differs from every number, and no comparison else holds
+    for it.
     """
 
     __slots__ = ("code", "value")
@@ -101,7 +102,8 @@ class Val:
     def _compare(self, op: str, other: Any) -> "Val":
         scalar = self.type.element if isinstance(self.type, ir.VectorType) else self.type
         b = self.code.b
-        compare = b.fcmp_ordered if scalar in _FLOATS else b.icmp_signed
+        of_floats = b.fcmp_unordered if op == "!=" else b.fcmp_ordered
+        compare = of_floats if scalar in _FLOATS else b.icmp_signed
         return Val(self.code, compare(op, self.value, self._same(other)))
 
     def __lt__(self, other: Any) -> "Val":

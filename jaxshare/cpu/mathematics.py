@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from jaxshare.cpu.ir import F32, I32, Code, Val
+from jaxshare.cpu.ir import BF16, F32, I16, I32, Code, Val
 
 _SMALLEST = -126.0
 """The exponents of float32; below them a power of two is 0 here."""
@@ -15,16 +15,37 @@ _TAYLOR = tuple(math.log(2) ** k / math.factorial(k) for k in range(7, -1, -1))
 """2 ** r for -0.5 <= r <= 0.5 to 1e-8."""
 _NATURAL = tuple(1 / math.factorial(k) for k in range(7, -1, -1))
 """e ** r for 2 |r| <= log(2) to 1e-8."""
+_SCALES = frozenset({"avx512f", "avx512dq"})
+_TO_NEAREST, _TO_FLOOR, _CURRENT_ROUNDING = 8, 9, 4
+"""Of the instruction that takes the remainder, without exceptions; and of its last argument."""
 _LOG_2 = 0.693145751953125, 1.42860682030941723e-6
 """log(2) in two parts; a whole number below 2**8 times the first is exact."""
 
 
 def exp2(code: Code, x: Val, *, is_short: bool) -> Val:
-    """2 ** x for x <= 0, exact to float32, or to 16 bits where it is short; 0 below 2 ** -126."""
-    clipped = code.max(x, _SMALLEST)
+    """2 ** x for x < 127, exact to float32, or to 16 bits where it is short; 0 below 2 ** -126, or
+    where the processor makes it so. What is no number stays that."""
+    if (
+        code.machine.features >= _SCALES
+        and isinstance(x.type, ir.VectorType)
+        and x.type.count == 16
+    ):
+        return _exp2_scaled(code, x, is_short)
+    clipped = code.max(code.constant(_SMALLEST, x.type), x)
     whole = code.intrinsic("floor" if is_short else "rint", clipped)
     power = _polynomial(code, _CUBIC if is_short else _TAYLOR, clipped - whole)
     return code.select(x < _SMALLEST, code.constant(0.0, x.type), _scaled(code, power, whole))
+
+
+def _exp2_scaled(code: Code, x: Val, is_short: bool) -> Val:
+    """The same by AVX-512, which takes powers of two and their remainders in one instruction each."""
+    name = "llvm.x86.avx512.mask.{}.ps.512"
+    every, how = code.constant(-1, I16), code.constant(_CURRENT_ROUNDING, I32)
+    mode = code.constant(_TO_FLOOR if is_short else _TO_NEAREST, I32)
+    rest = code.external(name.format("reduce"), x.type, x, mode, x, every, how)
+    power = _polynomial(code, _CUBIC if is_short else _TAYLOR, rest)
+    whole = x if is_short else x - rest
+    return code.external(name.format("scalef"), x.type, power, whole, power, every, how)
 
 
 def exp(code: Code, x: Val) -> Val:
@@ -71,6 +92,19 @@ def reduced(vector: Val, combine: Callable[[Val, Val], Val]) -> Val:
         parts = (vector.shuffled(vector, range(s, s + half)) for s in (0, half))
         vector = combine(*parts)
     return vector.element(0)
+
+
+def is_any(code: Code, mask: Val) -> Val:
+    """True if one of a vector of bools is."""
+    return mask.bitcast(ir.IntType(mask.type.count)).differs(0)
+
+
+def pairs_bf16(code: Code, a: Val, b: Val) -> Val:
+    """The numbers of two vectors by turns, rounded to bfloat16 by AVX-512."""
+    count = a.type.count
+    name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * count}"
+    both = code.external(name, ir.VectorType(BF16, 2 * count), b, a)
+    return both.shuffled(both, [lane + i for lane in range(count) for i in (0, count)])
 
 
 def transposed(rows: Sequence[Val]) -> list[Val]:

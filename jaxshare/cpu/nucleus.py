@@ -9,9 +9,9 @@ import operator
 from llvmlite import ir
 
 from jaxshare.cpu.ir import F32, F64, I32, I64, PTR, Code, Val
-from jaxshare.cpu.mathematics import exp, reduced
+from jaxshare.cpu.mathematics import exp, is_any, reduced
 from jaxshare.cpu.runtime import Call
-from jaxshare.cpu.selection import doubled, for_vectors, is_any, keys_of, load_bits
+from jaxshare.cpu.selection import doubled, for_vectors, keys_of, load_bits
 
 _BINS, _PER_NAT = 1024, 32
 """Bins of masses, and how many of them numbers that differ by 1 are apart."""

@@ -45,11 +45,6 @@ def for_vectors(code: Code, count: Val, body: Callable[[Val, Val | None], None])
         body(whole, count - whole)
 
 
-def is_any(code: Code, mask: Val) -> Val:
-    """True if one of a vector of bools is."""
-    return mask.bitcast(ir.IntType(mask.type.count)).differs(0)
-
-
 def write_count_threshold(module: ir.Module, machine: Machine) -> Code:
     """count_threshold(numbers, n, k): the largest key that k numbers or more are at or above.
 

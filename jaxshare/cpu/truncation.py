@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from llvmlite import ir
 
 from jaxshare.cpu.ir import F32, I32, I64, PTR, VOID, Code, Machine, Record, Val
-from jaxshare.cpu.mathematics import reduced
+from jaxshare.cpu.mathematics import is_any, reduced
 from jaxshare.cpu.nucleus import (
     BINS_BYTES,
     Nucleus,
@@ -27,7 +27,6 @@ from jaxshare.cpu.selection import (
     NO_KEY,
     as_i64,
     for_vectors,
-    is_any,
     keys_of,
     load_bits,
     write_count_threshold,

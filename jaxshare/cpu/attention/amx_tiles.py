@@ -1,22 +1,37 @@
-"""Scores, softmax and mixing of many queries with the matrix unit."""
+"""Scores, softmax and mixing of many queries with the matrix unit.
+
+A vector has the numbers of 16 queries: scores are [tokens, queries], and what is mixed is [D,
+queries]. So the largest score of a query, its sum and its weights need nothing across a vector, and
+weights are operands of the unit as they come. Queries are turned around before a segment, and what
+they have mixed after it.
+
+16 queries are scored, those before them weighed, and values are mixed for those before these, so that
+none waits for what another unit is about to write.
+"""
 
 import math
 
 from jaxshare.cpu.amx import MatrixUnit
-from jaxshare.cpu.attention.pair_tiles import (
-    PAIRS_BYTES,
-    write_key_pairs,
-    write_value_pairs,
-)
-from jaxshare.cpu.attention.tiles import TILE, seen_of, weigh_row
+from jaxshare.cpu.attention.tiles import TILE, seen_of
 from jaxshare.cpu.attention.work import WORK, Shape, rounded
-from jaxshare.cpu.ir import BF16, F32, I64, PTR, Code, Val
+from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
+from jaxshare.cpu.mathematics import exp2, folded, is_any, pairs_bf16, reduced, transposed
 from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
-"""Rows of a tile of the unit, and float32 numbers of one of its rows."""
-_TOTALS, _A, _B = range(4), 4, 5
+"""Rows of a tile of the unit, float32 numbers of one of its rows, and queries of a group."""
+_WIDE = 2 * _SIDE
+"""Numbers of bfloat16 of a row of a tile of the unit."""
+_TILE_BYTES = 1024
+_TOTALS, _A, _B = (0, 1), (2, 3), (4, 5)
 """Tiles of the unit."""
+_SCORE_BYTES, _WEIGHT_BYTES = TILE * 64, TILE * 32
+"""Of the scores of a tile, and of the weights."""
+_AT_ONCE = 8
+"""Tokens whose weights are computed at once."""
+_LAZY = 8.0
+"""How much larger a score can be than what weights are relative to, as a power of two, before they
+are made relative to it. Weights are below 2 ** 8 then, and what was mixed is seldom scaled."""
 
 
 def write_amx_tiles(shape: Shape, call: Call) -> Code:
@@ -26,66 +41,190 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
     code = Code(call.module, call.machine, "amx_tiles", types)
     work, query, queries, keys, values, *scales = code.args
     w = WORK.read_all(code, work)
-    wide, padded = shape.padded(2 * _SIDE), shape.padded(_SIDE)
-    columns, lines = code.array(BF16, wide * TILE), code.array(BF16, padded * TILE)
-    scores, weights = code.array(F32, _SIDE * TILE), code.array(BF16, _SIDE * TILE)
+    wide, padded = shape.padded(_WIDE), shape.padded(_SIDE)
+    rows, columns = code.array(BF16, TILE * wide), code.array(BF16, padded * TILE)
+    scores, weights = code.array(F32, 2 * TILE * _SIDE), code.array(BF16, 2 * TILE * _SIDE)
+    count = rounded(queries, _SIDE) // _SIDE
+    turned, mixed = w.queries + query * (wide * 2), w.mixed + query * (padded * 4)
+    sums = [each + query * 4 for each in (w.tops, w.totals, w.ends)]
+    turn = _write_turn(call, wide // _WIDE, back=False)
+    with code.loop(0, count) as group:
+        code.call(turn, turned + group * (_SIDE * wide * 2))
+    weigh = _write_weigh(shape, call)
+    _, highest = seen_of(code, w, query, queries)
+    start = code.var(0)  # the first group that sees a tile
     unit = MatrixUnit(code)
-    lowest, highest = seen_of(code, w, query, queries)
     with code.loop(0, highest, TILE) as first:
-        count = code.min(highest - first, TILE)
-        write_key_pairs(shape, code, keys + first * shape.token_bytes, count, columns)
-        write_value_pairs(shape, code, values + first * shape.token_bytes, count, lines)
-        is_cut = lowest - first < TILE
-        with code.loop(0, rounded(queries, _SIDE), _SIDE) as i:
-            at = query + i
-            _score(shape, unit, w.queries + at * (wide * 2), columns, scores)
-            mixed = w.mixed + at * (padded * 4)
-            with code.loop(0, _SIDE) as row:
-                place = scores + row * (TILE * 4)
-                parts = [code.load(place + p * 4, F32, _SIDE) for p in range(0, TILE, _SIDE)]
-                found = [code.var(part) for part in parts]
-                with code.where(is_cut):
-                    end = code.load_int(w.ends + (at + row) * 4) - first
-                    for p, part in enumerate(found):
-                        seen = code.iota(_SIDE) + p * _SIDE < code.splat(end, _SIDE)
-                        part.set(code.select(seen, part.get(), -math.inf))
-                numbers = [part.get() for part in found]
-                sums = w.tops + (at + row) * 4, w.totals + (at + row) * 4
-                places = weights + row * (TILE * 2), mixed + row * (padded * 4)
-                of_tile = [each + first * 4 for each in scales]
-                weigh_row(code, numbers, sums, *places, padded, of_tile)
-            _mix(shape, unit, weights, lines, mixed)
+        here = code.min(highest - first, TILE)
+        _write_keys(shape, code, keys + first * shape.token_bytes, here, rows)
+        _write_values(shape, code, values + first * shape.token_bytes, here, columns)
+        with code.loop_while(lambda: _highest_end(code, sums[2], start.get()) <= first):
+            start.set(start.get() + 1)
+        # The unit works for the next group and for the last one while this one is weighed.
+        with code.loop(start.get(), count + 2) as scored:
+            weighed, last, turn_of = scored - 1, scored - 2, scored & 1
+            with code.where(scored < count):
+                place = turned + scored * (_SIDE * wide * 2)
+                _score(shape, unit, place, rows, scores + turn_of * _SCORE_BYTES)
+            with code.where(last >= start.get()):
+                place = mixed + last * (_SIDE * padded * 4)
+                _mix(shape, unit, weights + turn_of * _WEIGHT_BYTES, columns, place)
+            with code.where((weighed >= start.get()) & (weighed < count)):
+                places = [each + weighed * 64 for each in sums]
+                places += [scores + (1 - turn_of) * _SCORE_BYTES]
+                places += [weights + (1 - turn_of) * _WEIGHT_BYTES]
+                places += [mixed + weighed * (_SIDE * padded * 4)]
+                code.call(weigh, *places, first, *(each + first * 4 for each in scales))
     unit.release()
+    back = _write_turn(call, padded // _SIDE, back=True)
+    with code.loop(0, count) as group:
+        code.call(back, mixed + group * (_SIDE * padded * 4))
     code.give()
     return code
 
 
-def _score(shape: Shape, unit: MatrixUnit, queries: Val, columns: Val, scores: Val) -> None:
-    """The scores [16, TILE] of 16 queries."""
-    wide = shape.padded(2 * _SIDE)
-    for total in _TOTALS:
-        unit.zero(total)
-    for part in range(wide // (2 * _SIDE)):
-        unit.load(_A, queries + part * 64, wide * 2)
-        for total in _TOTALS:
-            unit.load(_B, columns + (part * len(_TOTALS) + total) * PAIRS_BYTES, 64)
-            unit.multiply(total, _A, _B)
-    for total in _TOTALS:
-        unit.store(total, scores + total * 64, TILE * 4)
+def _highest_end(code: Code, ends: Val, group: Val) -> Val:
+    """The highest end of what a group of queries sees."""
+    found = code.load(ends + group * 64, I32, _SIDE)
+    return Val(code, code.b.sext(reduced(found, code.max).value, I64))
 
 
-def _mix(shape: Shape, unit: MatrixUnit, weights: Val, lines: Val, mixed: Val) -> None:
-    """Adds the values of a tile with their weights to what 16 queries have mixed."""
-    padded = shape.padded(_SIDE)
-    columns = padded // _SIDE
-    for start in range(0, columns, len(_TOTALS)):
-        chosen = range(start, min(start + len(_TOTALS), columns))
-        for d in chosen:
-            unit.load(d - start, mixed + d * 64, padded * 4)
-        for part in range(TILE // (2 * _SIDE)):
-            unit.load(_A, weights + part * 64, TILE * 2)
-            for d in chosen:
-                unit.load(_B, lines + (part * columns + d) * PAIRS_BYTES, 64)
-                unit.multiply(d - start, _A, _B)
-        for d in chosen:
-            unit.store(d - start, mixed + d * 64, padded * 4)
+def _score(shape: Shape, unit: MatrixUnit, queries: Val, rows: Val, scores: Val) -> None:
+    """The scores [TILE, 16] of 16 queries."""
+    count = shape.padded(_WIDE) // _WIDE
+    held = range(count) if count <= len(_B) else ()
+    for part in held:
+        unit.load(_B[part], queries + part * _TILE_BYTES, 64)
+    for total in range(TILE // _SIDE):
+        number = _TOTALS[total % 2]
+        unit.zero(number)
+        for part in range(count):
+            a, b = _A[part % 2], _B[part % len(_B)]
+            if not held:
+                unit.load(b, queries + part * _TILE_BYTES, 64)
+            unit.load(a, rows + (part * (TILE // _SIDE) + total) * _TILE_BYTES, 64)
+            unit.multiply(number, a, b)
+        unit.store(number, scores + total * _TILE_BYTES, 64)
+
+
+def _mix(shape: Shape, unit: MatrixUnit, weights: Val, columns: Val, mixed: Val) -> None:
+    """Adds the values of a tile with their weights to what 16 queries have mixed, [D, 16]."""
+    count, parts = shape.padded(_SIDE) // _SIDE, range(TILE // _WIDE)
+    for part in parts:
+        unit.load(_B[part], weights + part * _TILE_BYTES, 64)
+    for d in range(count):
+        number = _TOTALS[d % 2]
+        unit.load(number, mixed + d * _TILE_BYTES, 64)
+        for part in parts:
+            unit.load(_A[part], columns + (part * count + d) * _TILE_BYTES, 64)
+            unit.multiply(number, _A[part], _B[part])
+        unit.store(number, mixed + d * _TILE_BYTES, 64)
+
+
+def _write_weigh(shape: Shape, call: Call) -> Code:
+    """weigh(tops, totals, ends, scores, weights, mixed, first, scales): takes the scores of a tile
+    [TILE, 16] into the softmax of 16 queries; writes their weights [TILE / 2, 16, 2] as bfloat16, and
+    scales what they have mixed, where it must be."""
+    code = Code(call.module, call.machine, "amx_weigh", [*[PTR] * 6, I64, *shape.scale_types])
+    tops, totals, ends, scores, weights, mixed, first, *scales = code.args
+
+    def score(token: int) -> Val:
+        number = code.load(scores + token * 64, F32, _SIDE)
+        return (
+            number * code.splat(code.load(scales[0] + token * 4, F32), _SIDE) if scales else number
+        )
+
+    end, last = code.load(ends, I32, _SIDE), code.narrowed_int(first + TILE, I32)
+    with code.where(is_any(code, end < code.splat(last, _SIDE))), code.loop(0, TILE) as token:
+        seen = code.splat(code.narrowed_int(first + token, I32), _SIDE) < end
+        place = scores + token * 64
+        code.store(code.select(seen, code.load(place, F32, _SIDE), -math.inf), place)
+    highest = [score(i) for i in range(4)]
+    for token in range(4, TILE):
+        highest[token % 4] = code.max(score(token), highest[token % 4])
+    largest = folded(highest, code.max)
+    before = code.load(tops, F32, _SIDE)
+    top = code.select(largest > before + _LAZY, largest, before)
+    base = code.select(top > -math.inf, top, 0.0)
+    keep = exp2(code, before - base, is_short=False)
+    total = [code.load(totals, F32, _SIDE) * keep, code.zeros(_SIDE)]
+    for start in range(0, TILE, _AT_ONCE):
+        tokens = range(start, start + _AT_ONCE)
+        power = [exp2(code, score(token) - base, is_short=True) for token in tokens]
+        for half in range(2):
+            total[half] = total[half] + folded(power[half::2], lambda a, b: a + b)
+        if scales:
+            factors = [code.load(scales[1] + token * 4, F32) for token in tokens]
+            power = [p * code.splat(f, _SIDE) for p, f in zip(power, factors, strict=True)]
+        for i in range(0, _AT_ONCE, 2):
+            code.store(pairs_bf16(code, power[i], power[i + 1]), weights + (start + i) * 32)
+    code.store(total[0] + total[1], totals)
+    code.store(top, tops)
+    with code.where(is_any(code, keep < 1.0)), code.loop(0, shape.padded(_SIDE)) as d:
+        code.store(code.load(mixed + d * 64, F32, _SIDE) * keep, mixed + d * 64)
+    code.give()
+    return code
+
+
+def _write_turn(call: Call, parts: int, *, back: bool) -> Code:
+    """turn(numbers): turns 16 rows of `parts` times 16 numbers of 32 bits around, each part becoming
+    a square; or, back, squares into rows."""
+    code = Code(call.module, call.machine, "turned_back" if back else "turned", [PTR])
+    (numbers,) = code.args
+    temporary = code.array(I32, parts * _SIDE * _SIDE)
+
+    def in_rows(part: Val, i: int) -> Val:
+        return part * 64 + i * (parts * 64)
+
+    def in_squares(part: Val, i: int) -> Val:
+        return part * _TILE_BYTES + i * 64
+
+    source, target = (in_squares, in_rows) if back else (in_rows, in_squares)
+    with code.loop(0, parts) as part:
+        square = [code.load(numbers + source(part, i), I32, _SIDE) for i in range(_SIDE)]
+        for i, line in enumerate(transposed(square)):
+            code.store(line, temporary + target(part, i))
+    with code.loop(0, parts * _TILE_BYTES, 64) as at:
+        code.store(code.load(temporary + at, I32, _SIDE), numbers + at)
+    code.give()
+    return code
+
+
+def _write_keys(shape: Shape, code: Code, keys: Val, count: Val, target: Val) -> None:
+    """Writes the keys of a tile as tiles of the unit [D / 32, TILE / 16], padded with zeros.
+
+    Tokens after the last have the keys of the last: no query sees them.
+    """
+
+    def copy(token: Val, source: Val) -> None:
+        for part, d in enumerate(range(0, shape.dim, _WIDE)):
+            left = shape.dim - d
+            taken = None if left >= _WIDE else code.constant(left)
+            numbers = code.load(keys + source * shape.token_bytes + d * 2, I16, _WIDE, taken)
+            code.store(numbers, target + (part * TILE + token) * 64)
+
+    with code.where(count >= TILE), code.loop(0, TILE, _AT_ONCE) as first:
+        for i in range(_AT_ONCE):
+            copy(first + i, first + i)
+    with code.where(count < TILE), code.loop(0, TILE) as token:
+        copy(token, code.min(token, count - 1))
+
+
+def _write_values(shape: Shape, code: Code, values: Val, count: Val, target: Val) -> None:
+    """Writes the values of a tile, turned around, as tiles of the unit [TILE / 32, D / 16]: in each,
+    16 numbers of 32 tokens."""
+    columns = shape.padded(_SIDE) // _SIDE
+    by_turns = [lane for i in range(_SIDE) for lane in (i, _SIDE + i)]
+    pair = ir.VectorType(I32, _SIDE)
+    with code.loop(0, TILE // _WIDE) as part:
+        tokens = [code.min(part * _WIDE + i, count - 1) for i in range(_WIDE)]
+        rows = [values + token * shape.token_bytes for token in tokens]
+        for column, d in enumerate(range(0, shape.dim, _SIDE)):
+            left = shape.dim - d
+            taken = None if left >= _SIDE else code.constant(left)
+            loaded = [code.load(row + d * 2, I16, _SIDE, taken) for row in rows]
+            both = zip(loaded[::2], loaded[1::2], strict=True)
+            square = [a.shuffled(b, by_turns).bitcast(pair) for a, b in both]
+            place = target + (part * columns + column) * _TILE_BYTES
+            for i, line in enumerate(transposed(square)):
+                code.store(line, place + i * 64)

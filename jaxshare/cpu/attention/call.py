@@ -18,13 +18,15 @@ from jaxshare.attention.plan import Plan
 from jaxshare.cpu.attention.merging import PER_PIECE, write_merge
 from jaxshare.cpu.attention.piece import write_piece
 from jaxshare.cpu.attention.work import WORK, Shape, write_lists
-from jaxshare.cpu.ir import I64, PTR, VOID
+from jaxshare.cpu.ir import I64, PTR, VOID, Code, Val
 from jaxshare.cpu.runtime import Call, register, served_dtypes
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena
 
 _Q, _KEYS, _VALUES, _BLOCKS, _SEEN, _OFFSETS, _COS, _SIN, _KEY_SCALES, _VALUE_SCALES = range(10)
 """The arguments of a call; the last two where keys and values are quantised."""
+_LINE = 64
+"""Bytes of a line of the cache."""
 
 
 def cpu_attention(
@@ -73,6 +75,12 @@ def cpu_attention(
     return out[..., first:]
 
 
+def _line_after(code: Code, place: Val) -> Val:
+    """Where the next line of the cache begins: vectors that cross lines are read in twice the time."""
+    address = Val(code, code.b.ptrtoint(place.value, I64))
+    return place + ((0 - address) & (_LINE - 1))
+
+
 def _write(shape: Shape, has_lse: bool, call: Call) -> None:
     """Lists the pieces of work, runs them, and merges what they leave."""
     code = call.code
@@ -94,8 +102,8 @@ def _write(shape: Shape, has_lse: bool, call: Call) -> None:
     padded = shape.padded(code.machine.lanes)
     numbers = {"queries": padded, "mixed": padded, "tops": 1, "totals": 1, "ends": 1}
     count = w.num_queries * kv_heads
-    scratch = code.external("malloc", PTR, count * (4 * sum(numbers.values())) + 64)
-    place = scratch
+    scratch = code.external("malloc", PTR, count * (4 * sum(numbers.values())) + _LINE)
+    place = _line_after(code, scratch)
     for name, size in numbers.items():
         WORK.write(code, work, **{name: place})
         place = place + count * (4 * size)

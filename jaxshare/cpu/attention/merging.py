@@ -43,20 +43,19 @@ def write_merge(shape: Shape, has_lse: bool, call: Call) -> Code:
                 top.set(code.max(top.get(), code.load(w.tops + query * 4, F32)))
 
             def add(query: Val) -> None:
-                here = code.load(w.tops + query * 4, F32)
-                with code.where(here > -math.inf):
-                    away = code.splat(here - top.get(), lanes)
-                    weight = exp2(code, away, is_short=False)
-                    part = weight.element(0) * code.load(w.totals + query * 4, F32)
-                    total.set(total.get() + part)
+                here = code.load(w.totals + query * 4, F32)
+                with code.where(here.differs(0.0)):  # it has seen something
+                    away = code.load(w.tops + query * 4, F32) - top.get()
+                    weight = exp2(code, code.splat(away, lanes), is_short=False)
+                    total.set(total.get() + weight.element(0) * here)
                     for i, each in enumerate(sums):
                         place = w.mixed + (query * padded + i * lanes) * 4
                         each.set(code.fma(weight, code.load(place, F32, lanes), each.get()))
 
             each_part(row, t, head, find_top)
             each_part(row, t, head, add)
-            found, one = total.get() > 0.0, code.constant(1.0, F32)
-            share = code.splat(one / code.select(found, total.get(), one), lanes)
+            is_none, one = total.get().equals(0.0), code.constant(1.0, F32)
+            share = code.splat(one / code.select(is_none, one, total.get()), lanes)
             number = token * w.heads + head
             out = w.out + number * (shape.dim * BYTES[kind])
             for i, each in enumerate(sums):
@@ -66,7 +65,7 @@ def write_merge(shape: Shape, has_lse: bool, call: Call) -> Code:
                 code.store(value, out + i * lanes * BYTES[kind], taken)
             if has_lse:
                 log = code.intrinsic("log2", total.get()) + top.get()
-                natural = code.select(found, log * math.log(2), -math.inf)
+                natural = code.select(is_none, -math.inf, log * math.log(2))
                 code.store(natural, w.lse + number * 4)
     code.give()
     return code

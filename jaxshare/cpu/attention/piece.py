@@ -79,7 +79,8 @@ def _start(code: Code, w: Any, item: Any, kv_head: Val) -> Val:
 
 def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
     """queries(work, kv_head, query, first, reader, readers): rotates the queries of a piece, and
-    empties their sums. Queries up to a round number are 0, and see nothing.
+    empties their sums. Queries up to a round number are 0, and see all, so that no tile is cut for
+    them.
 
     Args:
       shape, call: of the kernel.
@@ -109,7 +110,7 @@ def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
     count = at.get() - query
     with code.loop(count, rounded(count, queries_at_once(shape, code.machine))) as i:
         target.clear(w, query + i)
-        _empty(shape, code, w, query + i, code.constant(0))
+        _empty(shape, code, w, query + i, code.constant(SEGMENT))
     code.give()
     return code
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
-from jaxshare.cpu.ir import BF16, BYTES, F32, I64, PTR, Code, Val
+from jaxshare.cpu.ir import BYTES, F32, I64, PTR, Code, Val
 from jaxshare.cpu.mathematics import broadcast, exp2, folded, reduced, transposed
 from jaxshare.cpu.runtime import Call
 
@@ -174,34 +174,6 @@ def write_softmax(
     code.store(code.load(total, F32) * keep + added, total)
     code.store(largest, top)
     return scaled(power, scales[1]) if scales else power, keep
-
-
-def weigh_row(
-    code: Code,
-    scores: list[Val],
-    sums: tuple[Val, Val],
-    weights: Val,
-    mixed: Val,
-    size: int,
-    scales: Sequence[Val] = (),
-) -> None:
-    """Takes a query's scores of a tile into its softmax: writes its weights as bfloat16, and scales
-    what it has mixed.
-
-    Args:
-      scores, scales: as in `write_softmax`.
-      sums: where its largest score and its total are.
-      weights, mixed: where its weights go, and where its mixed values are.
-      size: of the mixed values.
-    """
-    lanes = code.machine.lanes
-    power, keep = write_softmax(code, scores, *sums, True, scales)
-    for p, vector in enumerate(power):
-        code.store(code.narrowed(vector, BF16), weights + p * (lanes * 2))
-    with code.where(keep < 1.0):
-        factor = code.splat(keep, lanes)
-        for d in range(0, size, lanes):
-            code.store(code.load(mixed + d * 4, F32, lanes) * factor, mixed + d * 4)
 
 
 def _mix(code: Code, mixed: Val, weights: Val, scales: Val, lines: Val, padded: int) -> None:
