@@ -75,10 +75,14 @@ def write_few_tiles(shape: Shape, call: Call) -> Code:
 
 def _write_pairs(code: Code, source: Val, queries: Val, dim: int, target: Val) -> None:
     """Writes queries [_, D] as pairs of numbers [D / 2, FEW]; those after the last are the last."""
-    with code.loop(0, FEW) as i:
-        line = source + code.min(i, queries - 1) * (dim * 2)
-        with code.loop(0, dim // 2) as pair:
-            code.store(code.load(line + pair * 4, I32), target + (pair * FEW + i) * 4)
+    lines = [source + code.min(code.constant(i), queries - 1) * (dim * 2) for i in range(FEW)]
+    for start in range(0, dim // 2, _SIDE):
+        a, b, c, d = (code.load(line + start * 4, I32, _SIDE) for line in lines)
+        for i, half in enumerate(_BY_TURNS):
+            ac, bd = a.shuffled(c, half), b.shuffled(d, half)
+            for j, part in enumerate(_BY_TURNS):
+                place = target + (start * FEW + (2 * i + j) * _SIDE) * 4
+                code.store(ac.shuffled(bd, part), place)
 
 
 @dataclasses.dataclass(frozen=True)
