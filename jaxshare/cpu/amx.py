@@ -37,12 +37,9 @@ class MatrixUnit:
 
         Args:
           code: of the function.
-          shapes: the rows of each tile, and the bytes of a row; default all. None in a function
-            whose caller has configured them.
+          shapes: the rows of each tile, and the bytes of a row; default all.
         """
         self._code = code
-        if not shapes:
-            return
         config = code.array(I8, 64)
         for at in range(0, 64, 8):
             code.store(code.constant(1 if at == 0 else 0), config + at)

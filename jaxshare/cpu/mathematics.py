@@ -23,13 +23,9 @@ _LOG_2 = 0.693145751953125, 1.42860682030941723e-6
 
 
 def exp2(code: Code, x: Val, *, is_short: bool) -> Val:
-    """2 ** x for x < 127, exact to float32, or to 16 bits where it is short; 0 below 2 ** -126, or
-    where the processor makes it so. What is no number stays that."""
-    if (
-        code.machine.features >= _SCALES
-        and isinstance(x.type, ir.VectorType)
-        and x.type.count == 16
-    ):
+    """2 ** x of a vector for x < 127, exact to float32, or to 16 bits where it is short; 0 below 2 **
+    -126, or, with AVX-512, where float32 ends. A NaN stays one."""
+    if code.machine.features >= _SCALES:
         return _exp2_scaled(code, x, is_short)
     clipped = code.max(code.constant(_SMALLEST, x.type), x)
     whole = code.intrinsic("floor" if is_short else "rint", clipped)

@@ -12,17 +12,18 @@ none waits for what another unit is about to write.
 import math
 
 from jaxshare.cpu.amx import MatrixUnit
+from jaxshare.cpu.attention.pair_tiles import PAIRS_BYTES, write_value_pairs
 from jaxshare.cpu.attention.tiles import TILE, seen_of
 from jaxshare.cpu.attention.work import WORK, Shape, rounded
-from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
-from jaxshare.cpu.mathematics import exp2, folded, is_any, pairs_bf16, reduced, transposed
+from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val
+from jaxshare.cpu.mathematics import exp2, folded, is_any, pairs_bf16, transposed
 from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
 """Rows of a tile of the unit, float32 numbers of one of its rows, and queries of a group."""
 _WIDE = 2 * _SIDE
 """Numbers of bfloat16 of a row of a tile of the unit."""
-_TILE_BYTES = 1024
+_TILE_BYTES = PAIRS_BYTES
 _TOTALS, _A, _B = (0, 1), (2, 3), (4, 5)
 """Tiles of the unit."""
 _SCORE_BYTES, _WEIGHT_BYTES = TILE * 64, TILE * 32
@@ -47,18 +48,24 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
     count = rounded(queries, _SIDE) // _SIDE
     turned, mixed = w.queries + query * (wide * 2), w.mixed + query * (padded * 4)
     sums = [each + query * 4 for each in (w.tops, w.totals, w.ends)]
-    turn = _write_turn(call, wide // _WIDE, back=False)
+    turn = _write_turn(call, "turn_queries", wide // _WIDE)
     with code.loop(0, count) as group:
         code.call(turn, turned + group * (_SIDE * wide * 2))
-    weigh = _write_weigh(shape, call)
+    weigh, turn_square = _write_weigh(shape, call), _write_turn(call, "turn_square", 1)
     _, highest = seen_of(code, w, query, queries)
     start = code.var(0)  # the first group that sees a tile
+
+    def highest_of(group: Val) -> Val:
+        return seen_of(code, w, query + group * _SIDE, code.constant(_SIDE))[1]
+
     unit = MatrixUnit(code)
     with code.loop(0, highest, TILE) as first:
         here = code.min(highest - first, TILE)
         _write_keys(shape, code, keys + first * shape.token_bytes, here, rows)
-        _write_values(shape, code, values + first * shape.token_bytes, here, columns)
-        with code.loop_while(lambda: _highest_end(code, sums[2], start.get()) <= first):
+        write_value_pairs(shape, code, values + first * shape.token_bytes, here, columns)
+        with code.loop(0, padded * TILE * 2, _TILE_BYTES) as square:
+            code.call(turn_square, columns + square)
+        with code.loop_while(lambda: highest_of(start.get()) <= first):
             start.set(start.get() + 1)
         # The unit works for the next group and for the last one while this one is weighed.
         with code.loop(start.get(), count + 2) as scored:
@@ -76,17 +83,11 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
                 places += [mixed + weighed * (_SIDE * padded * 4)]
                 code.call(weigh, *places, first, *(each + first * 4 for each in scales))
     unit.release()
-    back = _write_turn(call, padded // _SIDE, back=True)
+    back = _write_turn(call, "turn_back", padded // _SIDE, back=True)
     with code.loop(0, count) as group:
         code.call(back, mixed + group * (_SIDE * padded * 4))
     code.give()
     return code
-
-
-def _highest_end(code: Code, ends: Val, group: Val) -> Val:
-    """The highest end of what a group of queries sees."""
-    found = code.load(ends + group * 64, I32, _SIDE)
-    return Val(code, code.b.sext(reduced(found, code.max).value, I64))
 
 
 def _score(shape: Shape, unit: MatrixUnit, queries: Val, rows: Val, scores: Val) -> None:
@@ -166,10 +167,10 @@ def _write_weigh(shape: Shape, call: Call) -> Code:
     return code
 
 
-def _write_turn(call: Call, parts: int, *, back: bool) -> Code:
+def _write_turn(call: Call, name: str, parts: int, *, back: bool = False) -> Code:
     """turn(numbers): turns 16 rows of `parts` times 16 numbers of 32 bits around, each part becoming
     a square; or, back, squares into rows."""
-    code = Code(call.module, call.machine, "turned_back" if back else "turned", [PTR])
+    code = Code(call.module, call.machine, name, [PTR])
     (numbers,) = code.args
     temporary = code.array(I32, parts * _SIDE * _SIDE)
 
@@ -195,36 +196,10 @@ def _write_keys(shape: Shape, code: Code, keys: Val, count: Val, target: Val) ->
 
     Tokens after the last have the keys of the last: no query sees them.
     """
-
-    def copy(token: Val, source: Val) -> None:
+    with code.loop(0, TILE) as token:
+        row = keys + code.min(token, count - 1) * shape.token_bytes
         for part, d in enumerate(range(0, shape.dim, _WIDE)):
             left = shape.dim - d
             taken = None if left >= _WIDE else code.constant(left)
-            numbers = code.load(keys + source * shape.token_bytes + d * 2, I16, _WIDE, taken)
+            numbers = code.load(row + d * 2, I16, _WIDE, taken)
             code.store(numbers, target + (part * TILE + token) * 64)
-
-    with code.where(count >= TILE), code.loop(0, TILE, _AT_ONCE) as first:
-        for i in range(_AT_ONCE):
-            copy(first + i, first + i)
-    with code.where(count < TILE), code.loop(0, TILE) as token:
-        copy(token, code.min(token, count - 1))
-
-
-def _write_values(shape: Shape, code: Code, values: Val, count: Val, target: Val) -> None:
-    """Writes the values of a tile, turned around, as tiles of the unit [TILE / 32, D / 16]: in each,
-    16 numbers of 32 tokens."""
-    columns = shape.padded(_SIDE) // _SIDE
-    by_turns = [lane for i in range(_SIDE) for lane in (i, _SIDE + i)]
-    pair = ir.VectorType(I32, _SIDE)
-    with code.loop(0, TILE // _WIDE) as part:
-        tokens = [code.min(part * _WIDE + i, count - 1) for i in range(_WIDE)]
-        rows = [values + token * shape.token_bytes for token in tokens]
-        for column, d in enumerate(range(0, shape.dim, _SIDE)):
-            left = shape.dim - d
-            taken = None if left >= _SIDE else code.constant(left)
-            loaded = [code.load(row + d * 2, I16, _SIDE, taken) for row in rows]
-            both = zip(loaded[::2], loaded[1::2], strict=True)
-            square = [a.shuffled(b, by_turns).bitcast(pair) for a, b in both]
-            place = target + (part * columns + column) * _TILE_BYTES
-            for i, line in enumerate(transposed(square)):
-                code.store(line, place + i * 64)
