@@ -26,20 +26,23 @@ def allow() -> bool:
 
 
 class MatrixUnit:
-    """The tiles of a thread while it runs some code; `release` ends that.
+    """The instructions of the unit, for some code that is written. A thread has tiles from
+    `configure` to `release`.
 
     A product takes a tile of `a` [16, 32], row by row, and one of `b` [32, 16] whose pairs of rows
     are side by side: [16, 16 x 2], all bfloat16; it is added to a tile of float32 [16, 16].
     """
 
-    def __init__(self, code: Code, shapes: Sequence[tuple[int, int]] = _WHOLE):
-        """Configures the tiles, in the code that is written.
+    def __init__(self, code: Code):
+        self._code = code
+
+    def configure(self, shapes: Sequence[tuple[int, int]] = _WHOLE) -> None:
+        """Gives the thread its tiles.
 
         Args:
-          code: of the function.
           shapes: the rows of each tile, and the bytes of a row; default all.
         """
-        self._code = code
+        code = self._code
         config = code.array(I8, 64)
         for at in range(0, 64, 8):
             code.store(code.constant(1 if at == 0 else 0), config + at)

@@ -67,9 +67,21 @@ class Call:
     def _buffer(self, array: int, index: int) -> Val:
         return self.code.load(self.code.load(self.frame + array, PTR) + 8 * index, PTR)
 
-    def parallel(self, task: Code, work: Val, count: Any) -> None:
-        """Runs task(work, i) for all i below `count` on XLA's threads; returns when all are done."""
-        self.code.call(self._parallel, self.frame, self.code.address(task), work, count)
+    def parallel(
+        self, task: Code, work: Val, count: Any, around: tuple[Code, Code] | None = None
+    ) -> None:
+        """Runs task(work, i) for all i below `count` on XLA's threads; returns when all are done.
+
+        Args:
+          task: of two arguments; see `begin_task`.
+          work: the first one.
+          count: how many pieces of work there are.
+          around: two functions, of which a thread calls one before its first piece and one after its
+            last. They have no arguments: for a thread that comes late there is no `work` any more.
+        """
+        code = self.code
+        begin, end = map(code.address, around) if around else [code.constant(None, PTR)] * 2
+        code.call(self._parallel, self.frame, code.address(task), work, count, begin, end)
 
 
 def begin_task(call: Call, name: str) -> Code:
@@ -210,31 +222,35 @@ def _write_handler(
     code.give(no_error)
 
 
-_SHARED = Record(("count", "threads", "numbers", "done", "references"), ("task", "work"))
+_SHARED = Record(
+    ("count", "threads", "numbers", "done", "references"), ("task", "work", "begin", "end")
+)
 """What the threads of one call share: pieces of work, threads and how many have a number, pieces
 that are done, and threads that may still look at this. The next piece of each thread follows."""
 
 
 def _write_parallel(module: ir.Module, machine: Machine) -> Code:
-    """parallel(frame, task, work, count): see `Call.parallel`.
+    """parallel(frame, task, work, count, begin, end): see `Call.parallel`.
 
     A helper that starts late finds no work and touches nothing but what is shared, which the last of
     all frees: nothing waits for threads that are busy with something else.
     """
     work_on, help = _write_work_on(module, machine)
-    code = Code(module, machine, "parallel", [PTR, PTR, PTR, I64])
-    frame, task, work, count = code.args
+    code = Code(module, machine, "parallel", [PTR, PTR, PTR, I64, PTR, PTR])
+    frame, task, work, count, begin, end = code.args
     api, context = code.load(frame + _API, PTR), code.load(frame + _CONTEXT, PTR)
     answer = code.array(I64, 1)
     _ask(code, api + _NUM_THREADS, context, answer)
     threads = code.min(code.load_int(answer, I64), count)
     with code.where(threads < 2):
+        _call_if_any(code, begin)
         with code.loop(0, count) as i:
             _call_at(code, task, VOID, work, i)
+        _call_if_any(code, end)
         code.give()
     shared = code.external("malloc", PTR, threads * 8 + _SHARED.bytes)
     _SHARED.write(code, shared, count=count, threads=threads, references=threads)
-    _SHARED.write(code, shared, numbers=0, done=0, task=task, work=work)
+    _SHARED.write(code, shared, numbers=0, done=0, task=task, work=work, begin=begin, end=end)
     with code.loop(0, threads) as thread:
         code.store(thread * count // threads, shared + (thread * 8 + _SHARED.bytes))
     with code.loop(1, threads):
@@ -259,6 +275,7 @@ def _write_work_on(module: ir.Module, machine: Machine) -> tuple[Code, Code]:
     (shared,) = code.args
     s = _SHARED.read_all(code, shared)
     me = _added(code, _SHARED.at(shared, "numbers"), 1)
+    _call_if_any(code, s.begin)
     with code.loop(0, s.threads) as i:
         thread = (me + i) % s.threads
         place, end = shared + (thread * 8 + _SHARED.bytes), (thread + 1) * s.count // s.threads
@@ -267,6 +284,7 @@ def _write_work_on(module: ir.Module, machine: Machine) -> tuple[Code, Code]:
             _call_at(code, s.task, VOID, s.work, index.get())
             _added(code, _SHARED.at(shared, "done"), 1)
             index.set(_added(code, place, 1))
+    _call_if_any(code, s.end)
     code.give()
     help = Code(module, machine, "help", [PTR])
     help.call(code, help.args[0])
@@ -297,6 +315,11 @@ def _call_at(code: Code, address: Val, result: ir.Type, *values: Val) -> Val:
     )
     code.b._insert(target)
     return Val(code, code.b.call(target, [value.value for value in values]))
+
+
+def _call_if_any(code: Code, address: Val) -> None:
+    with code.where(address.differs(code.constant(None, PTR))):
+        _call_at(code, address, VOID)
 
 
 def _added(code: Code, place: Val, number: int) -> Val:

@@ -12,10 +12,11 @@ none waits for what another unit is about to write.
 import math
 
 from jaxshare.cpu.amx import MatrixUnit
-from jaxshare.cpu.attention.pair_tiles import PAIRS_BYTES, write_value_pairs
+from jaxshare.cpu.attention.pair_tiles import PAIRS_BYTES
 from jaxshare.cpu.attention.tiles import TILE, seen_of
+from jaxshare.cpu.attention.unit import WHOLE
 from jaxshare.cpu.attention.work import WORK, Shape, rounded
-from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val
+from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
 from jaxshare.cpu.mathematics import exp2, folded, is_any, pairs_bf16, transposed
 from jaxshare.cpu.runtime import Call
 
@@ -24,12 +25,33 @@ _SIDE = 16
 _WIDE = 2 * _SIDE
 """Numbers of bfloat16 of a row of a tile of the unit."""
 _TILE_BYTES = PAIRS_BYTES
-_TOTALS, _A, _B = (0, 1), (2, 3), (4, 5)
+_TOTALS, _A, _B = WHOLE[0:2], WHOLE[2:4], WHOLE[4:6]
 """Tiles of the unit."""
 _SCORE_BYTES, _WEIGHT_BYTES = TILE * 64, TILE * 32
 """Of the scores of a tile, and of the weights."""
 _AT_ONCE = 8
 """Tokens whose weights are computed at once."""
+_BESIDE = [
+    [
+        lane + i
+        for lane in range(4 * half, _WIDE, 8)
+        for lane in range(lane, lane + 4)
+        for i in (0, _WIDE)
+    ]
+    for half in range(2)
+]
+"""4 of each 8 numbers of two vectors of bfloat16, side by side."""
+_ALTERNATING = [lane + i for lane in range(_SIDE) for i in (0, _SIDE)]
+"""The numbers of two vectors by turns."""
+_IN_ORDER = [
+    [lane + i for lane in (8 * half, 8 * half + 4) for i in (0, _SIDE) for i in range(i, i + 4)]
+    for half in range(2)
+]
+"""32 numbers in their order, of two vectors that have 4 of each 8."""
+_AHEAD, _LINES, _SECOND_CACHE = 1.5, 8, 2
+"""How many tiles ahead memory is fetched, to which cache, and how many lines of it in a row. Half of
+it is asked for twice, once well ahead and once shortly before: fetching one tile ahead, or each line
+once and two tiles ahead, made a step a tenth slower."""
 _LAZY = 8.0
 """How much larger a score can be than what weights are relative to, as a power of two, before they
 are made relative to it. Weights are below 2 ** 8 then, and what was mixed is seldom scaled."""
@@ -43,33 +65,39 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
     work, query, queries, keys, values, *scales = code.args
     w = WORK.read_all(code, work)
     wide, padded = shape.padded(_WIDE), shape.padded(_SIDE)
-    rows, columns = code.array(BF16, TILE * wide), code.array(BF16, padded * TILE)
+    copies, columns = code.array(BF16, 2 * TILE * wide), code.array(BF16, padded * TILE)
     scores, weights = code.array(F32, 2 * TILE * _SIDE), code.array(BF16, 2 * TILE * _SIDE)
     count = rounded(queries, _SIDE) // _SIDE
     turned, mixed = w.queries + query * (wide * 2), w.mixed + query * (padded * 4)
     sums = [each + query * 4 for each in (w.tops, w.totals, w.ends)]
-    turn = _write_turn(call, "turn_queries", wide // _WIDE)
+    turn = _write_turn(call, wide // _WIDE)
     with code.loop(0, count) as group:
         code.call(turn, turned + group * (_SIDE * wide * 2))
-    weigh, turn_square = _write_weigh(shape, call), _write_turn(call, "turn_square", 1)
+    weigh = _write_weigh(shape, call)
     _, highest = seen_of(code, w, query, queries)
     start = code.var(0)  # the first group that sees a tile
 
     def highest_of(group: Val) -> Val:
         return seen_of(code, w, query + group * _SIDE, code.constant(_SIDE))[1]
 
+    ahead_bytes = code.constant(int(_AHEAD * TILE * shape.token_bytes))
+    share = rounded(ahead_bytes // (count + 2), _LINES * 64)
     unit = MatrixUnit(code)
     with code.loop(0, highest, TILE) as first:
-        here = code.min(highest - first, TILE)
-        _write_keys(shape, code, keys + first * shape.token_bytes, here, rows)
-        write_value_pairs(shape, code, values + first * shape.token_bytes, here, columns)
-        with code.loop(0, padded * TILE * 2, _TILE_BYTES) as square:
-            code.call(turn_square, columns + square)
+        here, tile_bytes = code.min(highest - first, TILE), TILE * wide * 2
+        keys_here, values_here = (each + first * shape.token_bytes for each in (keys, values))
+        rows = _whole(shape, code, keys_here, here, copies)
+        _write_columns(
+            shape, code, _whole(shape, code, values_here, here, copies + tile_bytes), columns
+        )
         with code.loop_while(lambda: highest_of(start.get()) <= first):
             start.set(start.get() + 1)
         # The unit works for the next group and for the last one while this one is weighed.
         with code.loop(start.get(), count + 2) as scored:
             weighed, last, turn_of = scored - 1, scored - 2, scored & 1
+            for source in (keys_here, values_here):
+                ahead = source + (TILE * shape.token_bytes) + scored * share
+                _fetch(code, ahead, share)
             with code.where(scored < count):
                 place = turned + scored * (_SIDE * wide * 2)
                 _score(shape, unit, place, rows, scores + turn_of * _SCORE_BYTES)
@@ -82,17 +110,23 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
                 places += [weights + (1 - turn_of) * _WEIGHT_BYTES]
                 places += [mixed + weighed * (_SIDE * padded * 4)]
                 code.call(weigh, *places, first, *(each + first * 4 for each in scales))
-    unit.release()
-    back = _write_turn(call, "turn_back", padded // _SIDE, back=True)
+    back = _write_turn_back(call, padded // _SIDE)
     with code.loop(0, count) as group:
         code.call(back, mixed + group * (_SIDE * padded * 4))
     code.give()
     return code
 
 
+def _fetch(code: Code, place: Val, size: Val) -> None:
+    """Has some lines of memory brought to the second cache."""
+    with code.loop(0, size, _LINES * 64) as at:
+        for line in range(_LINES):
+            code.prefetch(place + at + line * 64, _SECOND_CACHE)
+
+
 def _score(shape: Shape, unit: MatrixUnit, queries: Val, rows: Val, scores: Val) -> None:
     """The scores [TILE, 16] of 16 queries."""
-    count = shape.padded(_WIDE) // _WIDE
+    count, line = shape.padded(_WIDE) // _WIDE, shape.padded(_WIDE) * 2
     held = range(count) if count <= len(_B) else ()
     for part in held:
         unit.load(_B[part], queries + part * _TILE_BYTES, 64)
@@ -103,7 +137,8 @@ def _score(shape: Shape, unit: MatrixUnit, queries: Val, rows: Val, scores: Val)
             a, b = _A[part % 2], _B[part % len(_B)]
             if not held:
                 unit.load(b, queries + part * _TILE_BYTES, 64)
-            unit.load(a, rows + (part * (TILE // _SIDE) + total) * _TILE_BYTES, 64)
+            place = rows + (total * _SIDE * line + part * 64)
+            unit.load(a, place, line)
             unit.multiply(number, a, b)
         unit.store(number, scores + total * _TILE_BYTES, 64)
 
@@ -167,39 +202,84 @@ def _write_weigh(shape: Shape, call: Call) -> Code:
     return code
 
 
-def _write_turn(call: Call, name: str, parts: int, *, back: bool = False) -> Code:
-    """turn(numbers): turns 16 rows of `parts` times 16 numbers of 32 bits around, each part becoming
-    a square; or, back, squares into rows."""
-    code = Code(call.module, call.machine, name, [PTR])
+def _write_turn(call: Call, parts: int) -> Code:
+    """turn_queries(numbers): turns 16 rows of `parts` times 16 numbers of 32 bits around, each part
+    becoming a square."""
+    code = Code(call.module, call.machine, "turn_queries", [PTR])
     (numbers,) = code.args
     temporary = code.array(I32, parts * _SIDE * _SIDE)
-
-    def in_rows(part: Val, i: int) -> Val:
-        return part * 64 + i * (parts * 64)
-
-    def in_squares(part: Val, i: int) -> Val:
-        return part * _TILE_BYTES + i * 64
-
-    source, target = (in_squares, in_rows) if back else (in_rows, in_squares)
     with code.loop(0, parts) as part:
-        square = [code.load(numbers + source(part, i), I32, _SIDE) for i in range(_SIDE)]
+        rows = [numbers + part * 64 + i * (parts * 64) for i in range(_SIDE)]
+        square = [code.load(row, I32, _SIDE) for row in rows]
         for i, line in enumerate(transposed(square)):
-            code.store(line, temporary + target(part, i))
+            code.store(line, temporary + part * _TILE_BYTES + i * 64)
     with code.loop(0, parts * _TILE_BYTES, 64) as at:
         code.store(code.load(temporary + at, I32, _SIDE), numbers + at)
     code.give()
     return code
 
 
-def _write_keys(shape: Shape, code: Code, keys: Val, count: Val, target: Val) -> None:
-    """Writes the keys of a tile as tiles of the unit [D / 32, TILE / 16], padded with zeros.
+def _write_turn_back(call: Call, squares: int) -> Code:
+    """turn_back(mixed): turns what 16 queries have mixed, [D, 16] in the order of `_write_columns`,
+    into rows."""
+    code = Code(call.module, call.machine, "turn_back", [PTR])
+    (mixed,) = code.args
+    temporary, line = code.array(I32, squares * _SIDE * _SIDE), squares * 64
+    with code.loop(0, squares) as square:
+        numbers = [
+            code.load(mixed + square * _TILE_BYTES + i * 64, I32, _SIDE) for i in range(_SIDE)
+        ]
+        for i, row in enumerate(transposed(numbers)):
+            code.store(row, temporary + square * 64 + i * line)
+    with code.loop(0, _SIDE * line, line) as row:
+        for square in range(squares):
+            first, second = (temporary + row + each * 64 for each in (square & ~1, square | 1))
+            number = code.load(temporary + row + square * 64, I32, _SIDE)
+            if square | 1 < squares:
+                pair = [code.load(each, I32, _SIDE) for each in (first, second)]
+                number = pair[0].shuffled(pair[1], _IN_ORDER[square & 1])
+            code.store(number, mixed + row + square * 64)
+    code.give()
+    return code
 
-    Tokens after the last have the keys of the last: no query sees them.
+
+def _whole(shape: Shape, code: Code, source: Val, count: Val, copy: Val) -> Val:
+    """Where the keys or values of a tile are, row by row, as many as a tile has: as they lie, or
+    copied where these are fewer or their rows are no whole numbers of rows of the unit's tiles.
+
+    Tokens after the last are the last: no query sees them.
     """
-    with code.loop(0, TILE) as token:
-        row = keys + code.min(token, count - 1) * shape.token_bytes
-        for part, d in enumerate(range(0, shape.dim, _WIDE)):
+    line = shape.padded(_WIDE) * 2
+    is_copied = count < TILE if line == shape.token_bytes else count > 0
+    with code.where(is_copied), code.loop(0, TILE) as token:
+        row = source + code.min(token, count - 1) * shape.token_bytes
+        for d in range(0, shape.dim, _WIDE):
             left = shape.dim - d
             taken = None if left >= _WIDE else code.constant(left)
-            numbers = code.load(row + d * 2, I16, _WIDE, taken)
-            code.store(numbers, target + (part * TILE + token) * 64)
+            code.store(code.load(row + d * 2, I16, _WIDE, taken), copy + token * line + d * 2)
+    return code.select(is_copied, copy, source)
+
+
+def _write_columns(shape: Shape, code: Code, rows: Val, target: Val) -> None:
+    """Writes the values of a tile as tiles of the unit [TILE / 32, D / 16], which have those of 32
+    tokens for 16 dimensions each.
+
+    Of 32 dimensions a tile has those that one instruction puts beside each other for two tokens: 4
+    of each 8.
+    """
+    squares, line = shape.padded(_SIDE) // _SIDE, shape.padded(_WIDE) * 2
+    with code.loop(0, TILE // _WIDE) as block:
+        source, place = rows + block * (_WIDE * line), target + block * (squares * _TILE_BYTES)
+        for square in range(squares):
+            numbers, at, order = _WIDE, (square & ~1) * 32, _BESIDE[square & 1]
+            if square | 1 == squares:
+                numbers, at, order = _SIDE, square * 32, _ALTERNATING
+            pairs = []
+            for token in range(0, _WIDE, 2):
+                a, b = (
+                    code.load(source + (each * line + at), I16, numbers)
+                    for each in (token, token + 1)
+                )
+                pairs.append(a.shuffled(b, order).bitcast(ir.VectorType(I32, _SIDE)))
+            for i, column in enumerate(transposed(pairs)):
+                code.store(column, place + square * _TILE_BYTES + i * 64)

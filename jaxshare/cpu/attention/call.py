@@ -17,6 +17,7 @@ from jaxshare.attention.merge import merge_over
 from jaxshare.attention.plan import Plan
 from jaxshare.cpu.attention.merging import PER_PIECE, write_merge
 from jaxshare.cpu.attention.piece import write_piece
+from jaxshare.cpu.attention.unit import write_unit
 from jaxshare.cpu.attention.work import WORK, Shape, write_lists
 from jaxshare.cpu.ir import I64, PTR, VOID, Code, Val
 from jaxshare.cpu.runtime import Call, register, served_dtypes
@@ -107,7 +108,8 @@ def _write(shape: Shape, has_lse: bool, call: Call) -> None:
     for name, size in numbers.items():
         WORK.write(code, work, **{name: place})
         place = place + count * (4 * size)
-    call.parallel(write_piece(shape, call), work, w.num_items * kv_heads)
+    around = write_unit(call) if shape.uses_tiles(call.machine) else None
+    call.parallel(write_piece(shape, call), work, w.num_items * kv_heads, around)
     per_piece = code.max(code.constant(PER_PIECE) // heads, 1)
     merged = (rows * width + per_piece - 1) // per_piece
     call.parallel(write_merge(shape, has_lse, call), work, merged)

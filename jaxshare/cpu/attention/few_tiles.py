@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxshare.cpu.amx import MatrixUnit
 from jaxshare.cpu.attention.tiles import seen_of
+from jaxshare.cpu.attention.unit import NARROW, WHOLE
 from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
 from jaxshare.cpu.ir import BF16, F32, I8, I16, I32, I64, PTR, Code, Machine, Val, ir
 from jaxshare.cpu.mathematics import exp2, reduced
@@ -28,14 +29,14 @@ _LINE_BYTES = 64
 _AHEAD_BYTES = 8192
 """How far ahead of what is read memory is fetched: less comes late, more leaves the cache again."""
 _SECOND_CACHE = 2
-_TOTALS, _QUERIES, _KEYS = (0, 1), 2, (3, 4)
-_OF_SCORES = [(_SIDE, 4 * FEW)] * 3 + [(_SIDE, 64)] * 2
-"""Tiles of the unit for scores; their rows, and the bytes of a row."""
-_MIXED, _WEIGHTS, _VALUES = (0, 1, 2, 3), 4, (5, 6)
-_OF_MIXING = [(2 * FEW, 64)] * 5 + [(_SIDE, 64)] * 2
-"""The same for mixing."""
-_TILE_BYTES = 64 * 2 * FEW
-"""Of a tile with the weights of 16 tokens, or with what was mixed of 32 numbers."""
+_TOTAL, _QUERIES, _KEYS = *NARROW, WHOLE[0]
+"""Tiles of the unit for scores."""
+*_MIXED, _WEIGHTS, _VALUES = WHOLE
+"""Tiles of the unit for mixing."""
+_TILE_BYTES = 1024
+_WEIGHT_BYTES = 64 * 2 * FEW
+"""Of the weights of 16 tokens: the first half of a tile. Its other rows, and those of what they mix,
+have no meaning."""
 _BY_TURNS = [[lane + i for lane in range(h, h + 8) for i in (0, _SIDE)] for h in (0, 8)]
 """The numbers of two vectors by turns, as two vectors."""
 
@@ -52,7 +53,7 @@ def write_few_tiles(shape: Shape, call: Call) -> Code:
     work, query, queries, keys, values, next_keys = code.args
     w = WORK.read_all(code, work)
     pairs, scores = code.array(I32, shape.dim // 2 * FEW), code.array(F32, SEGMENT * FEW)
-    weights = code.array(I8, SEGMENT // _SIDE * _TILE_BYTES)
+    weights = code.array(I8, SEGMENT // _SIDE * _WEIGHT_BYTES + _TILE_BYTES)
     mixed = code.array(I8, shape.dim // _WIDE * _TILE_BYTES)
     _write_pairs(code, w.queries + query * (shape.dim * 2), queries, shape.dim, pairs)
     _, count = seen_of(code, w, query, queries)
@@ -131,20 +132,20 @@ class _InOrder:
 
 def _score(shape: Shape, code: Code, run: _InOrder, pairs: Val, scores: Val) -> None:
     """The scores of all keys, by query in each block of 16 tokens: [blocks, FEW, 16]."""
-    unit, last = MatrixUnit(code, _OF_SCORES), code.array(BF16, _WIDE * shape.dim)
+    unit, last = MatrixUnit(code), code.array(BF16, _WIDE * shape.dim)
+    parts = range(shape.dim // _WIDE)
     with code.loop(0, run.count, _WIDE) as first:
         keys, ahead = run.whole(first, last), run.ahead(first)
-        for total in _TOTALS:
-            unit.zero(total)
-        for part in range(shape.dim // _WIDE):
-            unit.load(_QUERIES, pairs + part * (_SIDE * FEW * 4), 4 * FEW)
-            for block, total in enumerate(_TOTALS):
-                place = keys + (block * _SIDE * shape.token_bytes + part * 64)
-                unit.load(_KEYS[block], place, shape.token_bytes)
-                unit.multiply(total, _KEYS[block], _QUERIES)
-                run.fetch(ahead, part * len(_TOTALS) + block)
-        for block, total in enumerate(_TOTALS):
-            unit.store(total, scores + (first + block * _SIDE) * (4 * FEW), 4 * FEW)
+        for block in range(2):
+            unit.zero(_TOTAL)
+            for part in parts:
+                unit.load(_QUERIES, pairs + part * (_SIDE * FEW * 4), 4 * FEW)
+                unit.load(
+                    _KEYS, keys + (block * _SIDE * shape.token_bytes + part * 64), shape.token_bytes
+                )
+                unit.multiply(_TOTAL, _KEYS, _QUERIES)
+                run.fetch(ahead, block * len(parts) + part)
+            unit.store(_TOTAL, scores + (first + block * _SIDE) * (4 * FEW), 4 * FEW)
     # Later, since the vector unit waits for what the matrix unit has just stored.
     with code.loop(0, rounded(run.count, _WIDE), _SIDE) as first:
         _turn(code, scores + first * (4 * FEW))
@@ -185,7 +186,7 @@ def _weigh(code: Code, w: Any, query: Val, count: Val, scores: Val, weights: Val
         total.set(total.get() + weight)
         bits = code.narrowed(weight, BF16).bitcast(ir.VectorType(I16, _SIDE))
         number = Val(code, code.b.zext(bits.value, ir.VectorType(I32, _SIDE)))
-        place = weights + first // _SIDE * _TILE_BYTES
+        place = weights + first // _SIDE * _WEIGHT_BYTES
         code.store(number, place)
         code.store(number << 16, place + FEW * 64)
     code.store(top, w.tops + query * 4)
@@ -194,7 +195,7 @@ def _weigh(code: Code, w: Any, query: Val, count: Val, scores: Val, weights: Val
 
 def _mix(shape: Shape, code: Code, run: _InOrder, weights: Val, mixed: Val) -> None:
     """Mixes values with their weights."""
-    unit, last = MatrixUnit(code, _OF_MIXING), code.array(BF16, _WIDE * shape.dim)
+    unit, last = MatrixUnit(code), code.array(BF16, _WIDE * shape.dim)
     parts = range(shape.dim // _WIDE)
     for start in range(0, len(parts), len(_MIXED)):
         chosen = [*zip(_MIXED, parts[start : start + len(_MIXED)], strict=False)]
@@ -203,12 +204,11 @@ def _mix(shape: Shape, code: Code, run: _InOrder, weights: Val, mixed: Val) -> N
         with code.loop(0, run.count, _WIDE) as first:
             values, ahead = run.whole(first, last), run.ahead(first)
             for block in range(2):
-                unit.load(_WEIGHTS, weights + (first // _SIDE + block) * _TILE_BYTES, 64)
+                unit.load(_WEIGHTS, weights + (first // _SIDE + block) * _WEIGHT_BYTES, 64)
                 for tile, part in chosen:
                     place = values + (block * _SIDE * shape.token_bytes + part * 64)
-                    unit.load(_VALUES[part % 2], place, shape.token_bytes)
-                    unit.multiply(tile, _WEIGHTS, _VALUES[part % 2])
+                    unit.load(_VALUES, place, shape.token_bytes)
+                    unit.multiply(tile, _WEIGHTS, _VALUES)
                     run.fetch(ahead, block * len(parts) + part)
         for tile, part in chosen:
             unit.store(tile, mixed + part * _TILE_BYTES, 64)
-    unit.release()

@@ -16,8 +16,7 @@ from jaxshare.cpu.attention.work import (
     SEGMENT,
     WORK,
     Shape,
-    queries_at_once,
-    rounded,
+    places_of,
 )
 from jaxshare.cpu.ir import BYTES, F32, I32, I64, PTR, VOID, Code, Val
 from jaxshare.cpu.runtime import Call, begin_task
@@ -79,8 +78,8 @@ def _start(code: Code, w: Any, item: Any, kv_head: Val) -> Val:
 
 def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
     """queries(work, kv_head, query, first, reader, readers): rotates the queries of a piece, and
-    empties their sums. Queries up to a round number are 0, and see all, so that no tile is cut for
-    them.
+    empties their sums. Queries of places after the last are 0, and see all, so that no tile is cut
+    for them.
 
     Args:
       shape, call: of the kernel.
@@ -108,7 +107,7 @@ def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
                 _empty(shape, code, w, at.get(), code.max(code.min(end, SEGMENT), 0))
                 at.set(at.get() + 1)
     count = at.get() - query
-    with code.loop(count, rounded(count, queries_at_once(shape, code.machine))) as i:
+    with code.loop(count, places_of(shape, code, count)) as i:
         target.clear(w, query + i)
         _empty(shape, code, w, query + i, code.constant(SEGMENT))
     code.give()

@@ -95,8 +95,13 @@ _READERS = Record(("count", "start", "longest"))
 """Of a block: its readers, where they start in `order`, and the most tokens that one of them sees."""
 
 
-def queries_at_once(shape: Shape, machine: Machine) -> int:
-    """The number to a multiple of which the queries of a piece of work are rounded up."""
+def places_of(shape: Shape, code: Code, queries: Val) -> Val:
+    """The number of places that the queries of a piece of work have: where they are not few, as many
+    as are multiplied at once, or several times as many."""
+    return code.select(queries > FEW, rounded(queries, _at_once(shape, code.machine)), queries)
+
+
+def _at_once(shape: Shape, machine: Machine) -> int:
     return 16 if shape.uses_tiles(machine) else FEW
 
 
@@ -174,7 +179,7 @@ def _write_items(shape: Shape, call: Call) -> Code:
     code = Code(call.module, call.machine, "items", [PTR, I64, PTR], I64)
     work, num_blocks, readers = code.args
     w = WORK.read_all(code, work)
-    per_item, at_once = _readers_of_an_item(code, w), queries_at_once(shape, code.machine)
+    per_item, at_once = _readers_of_an_item(code, w), _at_once(shape, code.machine)
     item, query = code.var(0), code.var(0)
     with code.loop(0, num_blocks) as block:
         found = _READERS.read_all(code, readers + block * _READERS.bytes)
@@ -185,6 +190,9 @@ def _write_items(shape: Shape, call: Call) -> Code:
             PAIR.write(code, pair, position=i % per_item)
         with code.loop(0, _segments(found.longest)) as segment, code.loop(0, groups) as group:
             count = code.min(found.count - group * per_item, per_item)
+            queries = count * w.width * w.group
+            with code.where(queries > FEW):
+                query.set(rounded(query.get(), at_once))
             ITEM.write(
                 code,
                 w.items + item.get() * ITEM.bytes,
@@ -196,8 +204,8 @@ def _write_items(shape: Shape, call: Call) -> Code:
                 query=query.get(),
             )
             item.set(item.get() + 1)
-            query.set(query.get() + rounded(count * w.width * w.group, at_once))
-    code.give(query.get())
+            query.set(query.get() + places_of(shape, code, queries))
+    code.give(rounded(query.get(), at_once))
     return code
 
 

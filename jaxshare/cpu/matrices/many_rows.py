@@ -145,6 +145,7 @@ class TileProduct:
         for at in range(0, TILE_BYTES, 64):
             code.store(code.zeros(SIDE), self._rest + at)
         self.unit = MatrixUnit(code)
+        self.unit.configure()
 
     def write(
         self, matrix: Any, outputs: tuple[Val, Val], rows: Rows, blocks: tuple[Val, Val]

@@ -100,6 +100,7 @@ class Strips:
         # What is not written after the last numbers of a line is multiplied with zeros.
         self._clear(self._tiles, 2 * _PARTS)
         self.unit = MatrixUnit(code)
+        self.unit.configure()
 
     def write(
         self, matrix: Any, outputs: tuple[Val, Val], rows: Rows, blocks: tuple[Val, Val]

@@ -22,7 +22,7 @@ if not cpu.available():
     pytest.skip("there are no kernels for this machine", allow_module_level=True)
 
 from jaxshare.cpu import compiled, runtime
-from jaxshare.cpu.ir import I64, Machine
+from jaxshare.cpu.ir import I64, Code, Machine, ir
 from jaxshare.cpu.matrices.call import cpu_products
 from tests.helpers import mostly_slow
 from tests.processes import free_port
@@ -65,6 +65,43 @@ def _until_compiled() -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 1000])
 def test_every_piece_of_work_is_done_once(count):
     _check_count_up(runtime.register("test.count_up", _count_up), count)
+
+
+def _count_threads(call: runtime.Call) -> None:
+    """Says of each piece of work whether a thread had begun before it; after these, how many have
+    ended and begun in all calls so far."""
+    code, count = call.code, call.size(0, 0) - 2
+    counters, around = [], []
+    for name in ("began", "ended"):
+        counter = ir.GlobalVariable(call.module, I64, name)
+        counter.initializer = ir.Constant(I64, 0)
+        each = Code(call.module, call.machine, f"count_{name}", [])
+        runtime._added(each, each.address_of(counter), 1)
+        each.give()
+        counters.append(counter)
+        around.append(each)
+    task = runtime.begin_task(call, "task")
+    seen, i = task.args
+    task.store(task.load_int(task.address_of(counters[0]), I64), seen + i * 8)
+    task.give()
+    call.parallel(task, call.result(0), count, (around[0], around[1]))
+    for at, counter in enumerate(reversed(counters)):
+        found = code.load_int(code.address_of(counter), I64)
+        code.store(found, call.result(0) + (count + at) * 8)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+def test_each_thread_begins_and_ends_once_a_call(count):
+    target = runtime.register(f"test.count_threads.{count}", _count_threads)
+    with jax.enable_x64(True):
+        result = jax.ShapeDtypeStruct((count + 2,), "int64")
+        run = jax.jit(lambda x: jax.ffi.ffi_call(target, result)(x))
+        for calls in range(1, 21):
+            *seen, ended, began = np.asarray(run(jnp.zeros(count + 2, "int64"))).tolist()
+            assert all(number >= calls for number in seen)
+            # The thread of the call has ended; the others may be late.
+            threads = max(os.cpu_count() or 1, jax.device_count())
+            assert calls <= ended <= began <= calls * threads
 
 
 def test_calls_from_many_threads():

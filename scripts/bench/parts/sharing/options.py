@@ -112,7 +112,7 @@ QUICK = Scale(
     attention={"rows": (64,), "prefixes": (4096,), "suffixes": (64,)},
     batches=(64,),
     prefixes=(4096,),
-    steps=2,
+    steps=8,
     their_steps=1,
     document=2048,
     questions=(8, 16),
@@ -128,7 +128,7 @@ QUICK = Scale(
     equal_batch=False,
     rule_rows=(8,),
     rule_prefixes=(1024,),
-    rounds=3,
+    rounds=9,
     runs=1,
 )
 """Compiling takes most of the time, so it has few programs rather than short turns."""
@@ -173,7 +173,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
         help="fewer and smaller points, fewer turns: within three minutes on two cores",
     )
     parser.add_argument(
-        "--rounds", type=int, help="turns of each side (default 5, of whole runs 3; quick 3 and 1)"
+        "--rounds", type=int, help="turns of each side (default 5, of whole runs 3; quick 9 and 1)"
     )
     parser.add_argument(
         "--heads",
