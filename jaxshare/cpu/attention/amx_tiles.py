@@ -12,9 +12,8 @@ none waits for what another unit is about to write.
 import math
 
 from jaxshare.cpu.amx import MatrixUnit
-from jaxshare.cpu.attention.pair_tiles import PAIRS_BYTES
 from jaxshare.cpu.attention.tiles import TILE, seen_of
-from jaxshare.cpu.attention.unit import WHOLE
+from jaxshare.cpu.attention.unit import TILE_BYTES, WHOLE
 from jaxshare.cpu.attention.work import WORK, Shape, rounded
 from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
 from jaxshare.cpu.mathematics import exp2, folded, is_any, pairs_bf16, transposed
@@ -24,7 +23,6 @@ _SIDE = 16
 """Rows of a tile of the unit, float32 numbers of one of its rows, and queries of a group."""
 _WIDE = 2 * _SIDE
 """Numbers of bfloat16 of a row of a tile of the unit."""
-_TILE_BYTES = PAIRS_BYTES
 _TOTALS, _A, _B = WHOLE[0:2], WHOLE[2:4], WHOLE[4:6]
 """Tiles of the unit."""
 _SCORE_BYTES, _WEIGHT_BYTES = TILE * 64, TILE * 32
@@ -49,9 +47,9 @@ _IN_ORDER = [
 ]
 """32 numbers in their order, of two vectors that have 4 of each 8."""
 _AHEAD, _LINES, _SECOND_CACHE = 1.5, 8, 2
-"""How many tiles ahead memory is fetched, to which cache, and how many lines of it in a row. Half of
+"""How many tiles ahead memory is fetched, how many lines of it in a row, and to which cache. Half of
 it is asked for twice, once well ahead and once shortly before: fetching one tile ahead, or each line
-once and two tiles ahead, made a step a tenth slower."""
+once and two tiles ahead, was a tenth slower."""
 _LAZY = 8.0
 """How much larger a score can be than what weights are relative to, as a power of two, before they
 are made relative to it. Weights are below 2 ** 8 then, and what was mixed is seldom scaled."""
@@ -129,32 +127,32 @@ def _score(shape: Shape, unit: MatrixUnit, queries: Val, rows: Val, scores: Val)
     count, line = shape.padded(_WIDE) // _WIDE, shape.padded(_WIDE) * 2
     held = range(count) if count <= len(_B) else ()
     for part in held:
-        unit.load(_B[part], queries + part * _TILE_BYTES, 64)
+        unit.load(_B[part], queries + part * TILE_BYTES, 64)
     for total in range(TILE // _SIDE):
         number = _TOTALS[total % 2]
         unit.zero(number)
         for part in range(count):
             a, b = _A[part % 2], _B[part % len(_B)]
             if not held:
-                unit.load(b, queries + part * _TILE_BYTES, 64)
+                unit.load(b, queries + part * TILE_BYTES, 64)
             place = rows + (total * _SIDE * line + part * 64)
             unit.load(a, place, line)
             unit.multiply(number, a, b)
-        unit.store(number, scores + total * _TILE_BYTES, 64)
+        unit.store(number, scores + total * TILE_BYTES, 64)
 
 
 def _mix(shape: Shape, unit: MatrixUnit, weights: Val, columns: Val, mixed: Val) -> None:
     """Adds the values of a tile with their weights to what 16 queries have mixed, [D, 16]."""
     count, parts = shape.padded(_SIDE) // _SIDE, range(TILE // _WIDE)
     for part in parts:
-        unit.load(_B[part], weights + part * _TILE_BYTES, 64)
+        unit.load(_B[part], weights + part * TILE_BYTES, 64)
     for d in range(count):
         number = _TOTALS[d % 2]
-        unit.load(number, mixed + d * _TILE_BYTES, 64)
+        unit.load(number, mixed + d * TILE_BYTES, 64)
         for part in parts:
-            unit.load(_A[part], columns + (part * count + d) * _TILE_BYTES, 64)
+            unit.load(_A[part], columns + (part * count + d) * TILE_BYTES, 64)
             unit.multiply(number, _A[part], _B[part])
-        unit.store(number, mixed + d * _TILE_BYTES, 64)
+        unit.store(number, mixed + d * TILE_BYTES, 64)
 
 
 def _write_weigh(shape: Shape, call: Call) -> Code:
@@ -212,8 +210,8 @@ def _write_turn(call: Call, parts: int) -> Code:
         rows = [numbers + part * 64 + i * (parts * 64) for i in range(_SIDE)]
         square = [code.load(row, I32, _SIDE) for row in rows]
         for i, line in enumerate(transposed(square)):
-            code.store(line, temporary + part * _TILE_BYTES + i * 64)
-    with code.loop(0, parts * _TILE_BYTES, 64) as at:
+            code.store(line, temporary + part * TILE_BYTES + i * 64)
+    with code.loop(0, parts * TILE_BYTES, 64) as at:
         code.store(code.load(temporary + at, I32, _SIDE), numbers + at)
     code.give()
     return code
@@ -227,17 +225,16 @@ def _write_turn_back(call: Call, squares: int) -> Code:
     temporary, line = code.array(I32, squares * _SIDE * _SIDE), squares * 64
     with code.loop(0, squares) as square:
         numbers = [
-            code.load(mixed + square * _TILE_BYTES + i * 64, I32, _SIDE) for i in range(_SIDE)
+            code.load(mixed + square * TILE_BYTES + i * 64, I32, _SIDE) for i in range(_SIDE)
         ]
         for i, row in enumerate(transposed(numbers)):
             code.store(row, temporary + square * 64 + i * line)
     with code.loop(0, _SIDE * line, line) as row:
         for square in range(squares):
-            first, second = (temporary + row + each * 64 for each in (square & ~1, square | 1))
-            number = code.load(temporary + row + square * 64, I32, _SIDE)
-            if square | 1 < squares:
-                pair = [code.load(each, I32, _SIDE) for each in (first, second)]
-                number = pair[0].shuffled(pair[1], _IN_ORDER[square & 1])
+            pair = [square] if square | 1 == squares else [square & ~1, square | 1]
+            number, *more = (code.load(temporary + row + each * 64, I32, _SIDE) for each in pair)
+            if more:
+                number = number.shuffled(more[0], _IN_ORDER[square & 1])
             code.store(number, mixed + row + square * 64)
     code.give()
     return code
@@ -269,7 +266,7 @@ def _write_columns(shape: Shape, code: Code, rows: Val, target: Val) -> None:
     """
     squares, line = shape.padded(_SIDE) // _SIDE, shape.padded(_WIDE) * 2
     with code.loop(0, TILE // _WIDE) as block:
-        source, place = rows + block * (_WIDE * line), target + block * (squares * _TILE_BYTES)
+        source, place = rows + block * (_WIDE * line), target + block * (squares * TILE_BYTES)
         for square in range(squares):
             numbers, at, order = _WIDE, (square & ~1) * 32, _BESIDE[square & 1]
             if square | 1 == squares:
@@ -282,4 +279,4 @@ def _write_columns(shape: Shape, code: Code, rows: Val, target: Val) -> None:
                 )
                 pairs.append(a.shuffled(b, order).bitcast(ir.VectorType(I32, _SIDE)))
             for i, column in enumerate(transposed(pairs)):
-                code.store(column, place + square * _TILE_BYTES + i * 64)
+                code.store(column, place + square * TILE_BYTES + i * 64)

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxshare.cpu.amx import MatrixUnit
 from jaxshare.cpu.attention.tiles import seen_of
-from jaxshare.cpu.attention.unit import NARROW, WHOLE
+from jaxshare.cpu.attention.unit import NARROW, TILE_BYTES, WHOLE
 from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
 from jaxshare.cpu.ir import BF16, F32, I8, I16, I32, I64, PTR, Code, Machine, Val, ir
 from jaxshare.cpu.mathematics import exp2, reduced
@@ -33,7 +33,6 @@ _TOTAL, _QUERIES, _KEYS = *NARROW, WHOLE[0]
 """Tiles of the unit for scores."""
 *_MIXED, _WEIGHTS, _VALUES = WHOLE
 """Tiles of the unit for mixing."""
-_TILE_BYTES = 1024
 _WEIGHT_BYTES = 64 * 2 * FEW
 """Of the weights of 16 tokens: the first half of a tile. Its other rows, and those of what they mix,
 have no meaning."""
@@ -53,8 +52,8 @@ def write_few_tiles(shape: Shape, call: Call) -> Code:
     work, query, queries, keys, values, next_keys = code.args
     w = WORK.read_all(code, work)
     pairs, scores = code.array(I32, shape.dim // 2 * FEW), code.array(F32, SEGMENT * FEW)
-    weights = code.array(I8, SEGMENT // _SIDE * _WEIGHT_BYTES + _TILE_BYTES)
-    mixed = code.array(I8, shape.dim // _WIDE * _TILE_BYTES)
+    weights = code.array(I8, SEGMENT // _SIDE * _WEIGHT_BYTES + TILE_BYTES)
+    mixed = code.array(I8, shape.dim // _WIDE * TILE_BYTES)
     _write_pairs(code, w.queries + query * (shape.dim * 2), queries, shape.dim, pairs)
     _, count = seen_of(code, w, query, queries)
     with code.where(count > 0):
@@ -65,7 +64,7 @@ def write_few_tiles(shape: Shape, call: Call) -> Code:
         _mix(shape, code, _InOrder(shape, code, values, count, next_keys), weights, mixed)
         with code.loop(0, queries) as i:
             for part in range(shape.dim // _WIDE):
-                place = mixed + i * 64 + part * _TILE_BYTES
+                place = mixed + i * 64 + part * TILE_BYTES
                 even, odd = (code.load(place + at, F32, _SIDE) for at in (0, FEW * 64))
                 target = w.mixed + ((query + i) * shape.dim + part * _WIDE) * 4
                 for at, order in enumerate(_BY_TURNS):
@@ -211,4 +210,4 @@ def _mix(shape: Shape, code: Code, run: _InOrder, weights: Val, mixed: Val) -> N
                     unit.multiply(tile, _WEIGHTS, _VALUES)
                     run.fetch(ahead, block * len(parts) + part)
         for tile, part in chosen:
-            unit.store(tile, mixed + part * _TILE_BYTES, 64)
+            unit.store(tile, mixed + part * TILE_BYTES, 64)

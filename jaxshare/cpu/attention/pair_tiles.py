@@ -13,7 +13,7 @@ from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
 """Lines of a square of pairs, and pairs of a line."""
-PAIRS_BYTES = 1024
+_PAIRS_BYTES = 1024
 """Of a square of pairs."""
 _PAIRS = ir.VectorType(BF16, 2 * _SIDE)
 
@@ -47,8 +47,8 @@ def _write_block(shape: Shape, call: Call) -> Code:
     scores = {(i, p): code.var(code.zeros(_SIDE)) for i in range(AT_ONCE) for p in parts}
     for square in range(wide // (2 * _SIDE)):
         with code.loop(0, _SIDE) as line:
-            place = columns + (square * len(parts) * PAIRS_BYTES) + line * 64
-            column = [_pairs(code, place + p * PAIRS_BYTES) for p in parts]
+            place = columns + (square * len(parts) * _PAIRS_BYTES) + line * 64
+            column = [_pairs(code, place + p * _PAIRS_BYTES) for p in parts]
             for i in range(AT_ONCE):
                 pair = _pair(code, queries + (i * wide * 2 + square * 64) + line * 4)
                 for p in parts:
@@ -78,8 +78,8 @@ def _write_block(shape: Shape, call: Call) -> Code:
         }
         for square in range(TILE // (2 * _SIDE)):
             with code.loop(0, _SIDE) as line:
-                place = lines + (square * columns_of_values * PAIRS_BYTES) + line * 64
-                value = {d: _pairs(code, place + d * PAIRS_BYTES) for d in chosen}
+                place = lines + (square * columns_of_values * _PAIRS_BYTES) + line * 64
+                value = {d: _pairs(code, place + d * _PAIRS_BYTES) for d in chosen}
                 for i in range(AT_ONCE):
                     pair = _pair(code, weights + (i * TILE * 2 + square * 64) + line * 4)
                     for d in chosen:
@@ -114,7 +114,7 @@ def write_key_pairs(shape: Shape, code: Code, keys: Val, count: Val, target: Val
             left = shape.dim - d
             taken = None if left >= 2 * _SIDE else code.constant(left)
             loaded = [code.load(row + d * 2, BF16, 2 * _SIDE, taken) for row in rows]
-            place = target + (block + part * (TILE // _SIDE)) * PAIRS_BYTES
+            place = target + (block + part * (TILE // _SIDE)) * _PAIRS_BYTES
             for i, line in enumerate(transposed([each.bitcast(pairs) for each in loaded])):
                 code.store(line, place + i * 64)
 
@@ -126,9 +126,9 @@ def write_value_pairs(shape: Shape, code: Code, values: Val, count: Val, target:
     order = [lane for i in range(_SIDE) for lane in (i, _SIDE + i)]
     with code.loop(0, TILE // 2) as pair:
         rows = [values + code.min(pair * 2 + i, count - 1) * shape.token_bytes for i in range(2)]
-        place = target + pair // _SIDE * (columns * PAIRS_BYTES) + pair % _SIDE * 64
+        place = target + pair // _SIDE * (columns * _PAIRS_BYTES) + pair % _SIDE * 64
         for column, d in enumerate(range(0, shape.dim, _SIDE)):
             left = shape.dim - d
             taken = None if left >= _SIDE else code.constant(left)
             upper, lower = (code.load(row + d * 2, I16, _SIDE, taken) for row in rows)
-            code.store(upper.shuffled(lower, order), place + column * PAIRS_BYTES)
+            code.store(upper.shuffled(lower, order), place + column * _PAIRS_BYTES)

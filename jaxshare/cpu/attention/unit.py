@@ -9,6 +9,9 @@ from jaxshare.cpu.runtime import Call
 WHOLE, NARROW = range(6), (6, 7)
 """Tiles of 16 rows of 64 bytes, and of 16 rows of FEW float32 numbers."""
 
+TILE_BYTES = ROWS * ROW_BYTES
+"""Of a whole tile."""
+
 
 def write_unit(call: Call) -> tuple[Code, Code]:
     """The functions for `Call.parallel` that give a thread its tiles, and take them away."""
