@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Self, TextIO
 
+from jaxshare.switches import is_on
+
 VARIABLE = "JAXSHARE_PROGRESS"
 """The environment variable that turns progress off."""
 DELAY = 2.0
@@ -118,13 +120,17 @@ class Display:
     def begin(
         self, what: str, total: float | None = None, unit: str = "", done: float = 0
     ) -> Activity:
-        """Adds a piece of work."""
-        made = Activity(self, what, total, unit, done)
+        """Adds a piece of work.
+
+        Raises:
+          ValueError: JAXSHARE_PROGRESS is neither on nor off.
+        """
+        made, shows = Activity(self, what, total, unit, done), self._shows()
         with self._lock:
             if not self._works and not self._sessions:
                 self._last_line = self.clock()
             self._works.append(made)
-            if self._ticks and not self._has_thread and self._shows():
+            if self._ticks and not self._has_thread and shows:
                 self._has_thread = True
                 threading.Thread(target=self._run, name="progress", daemon=True).start()
         return made
@@ -199,7 +205,7 @@ class Display:
         self._is_drawn = self._has_thread = False
 
     def _shows(self) -> bool:
-        return not self._muted and os.environ.get(VARIABLE, "").lower() not in ("off", "0")
+        return not self._muted and is_on(VARIABLE)
 
     def _is_terminal(self) -> bool:
         with contextlib.suppress(ValueError):  # it is closed

@@ -9,7 +9,6 @@ count as memory.
 import contextlib
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,6 +40,7 @@ from jaxshare.models.tensor_names import (
     stored_arrays,
 )
 from jaxshare.quantised import QuantisedTensor
+from jaxshare.switches import is_on
 
 DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 
@@ -49,8 +49,12 @@ CHECK_VARIABLE = "JAXSHARE_CHECK_WEIGHTS"
 
 
 def is_checked() -> bool:
-    """Returns whether parameters are refused where they are NaN or infinite, if nothing is said."""
-    return os.environ.get(CHECK_VARIABLE) != "off"
+    """Returns whether parameters are refused where they are NaN or infinite, if nothing is said.
+
+    Raises:
+      ValueError: the environment variable is neither on nor off.
+    """
+    return is_on(CHECK_VARIABLE)
 
 
 def match_tensors(

@@ -7,7 +7,6 @@ not installed, or XLA does not take its code, everything runs as XLA compiles it
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax import Array
 from jaxshare.pallas.device import current_device
 from jaxshare.quantised import QuantisedTensor
 from jaxshare.quantised_cache import Arena
+from jaxshare.switches import is_on
 
 Implementation = str | tuple[str, ...] | None
 """An attention backend, several to try in order, or None for the best; "cpu" stands for all kernels
@@ -31,8 +31,11 @@ def available() -> bool:
     """Returns whether kernels can be compiled for this machine, and are not turned off.
 
     The environment variable JAXSHARE_CPU_KERNELS=off turns them off.
+
+    Raises:
+      ValueError: it is neither on nor off.
     """
-    if os.environ.get(_VARIABLE, "").lower() in ("off", "0", "false"):
+    if not is_on(_VARIABLE):
         return False
     try:
         from jaxshare.cpu.compiled import is_served
