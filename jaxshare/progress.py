@@ -125,12 +125,13 @@ class Display:
         Raises:
           ValueError: JAXSHARE_PROGRESS is neither on nor off.
         """
-        made, shows = Activity(self, what, total, unit, done), self._shows()
+        made = Activity(self, what, total, unit, done)
         with self._lock:
+            starts = self._ticks and not self._has_thread and self._shows()
             if not self._works and not self._sessions:
                 self._last_line = self.clock()
             self._works.append(made)
-            if self._ticks and not self._has_thread and shows:
+            if starts:
                 self._has_thread = True
                 threading.Thread(target=self._run, name="progress", daemon=True).start()
         return made

@@ -12,6 +12,8 @@ from jaxshare.cpu.ir import I8, I16, VOID, Code, Val
 
 FEATURES = frozenset({"amx-tile", "amx-bf16"})
 NUM_TILES, ROWS, ROW_BYTES = 8, 16, 64
+TILE_BYTES = ROWS * ROW_BYTES
+"""Of a whole tile."""
 _WHOLE = ((ROWS, ROW_BYTES),) * NUM_TILES
 _REQUEST, _TILE_DATA = 0x1023, 18
 _PRCTL = 158

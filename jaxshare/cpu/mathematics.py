@@ -1,7 +1,7 @@
 """Exponentials, reductions and transpositions of vectors, for kernels."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from llvmlite import ir
 
@@ -100,7 +100,12 @@ def pairs_bf16(code: Code, a: Val, b: Val) -> Val:
     count = a.type.count
     name = f"llvm.x86.avx512bf16.cvtne2ps2bf16.{32 * count}"
     both = code.external(name, ir.VectorType(BF16, 2 * count), b, a)
-    return both.shuffled(both, [lane + i for lane in range(count) for i in (0, count)])
+    return both.shuffled(both, by_turns(range(count), count))
+
+
+def by_turns(lanes: Iterable[int], apart: int) -> list[int]:
+    """An order for `Val.shuffled`: each of these lanes, and the one that is so many further."""
+    return [lane + i for lane in lanes for i in (0, apart)]
 
 
 def transposed(rows: Sequence[Val]) -> list[Val]:

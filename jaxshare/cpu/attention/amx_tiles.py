@@ -11,12 +11,12 @@ none waits for what another unit is about to write.
 
 import math
 
-from jaxshare.cpu.amx import MatrixUnit
+from jaxshare.cpu.amx import TILE_BYTES, MatrixUnit
 from jaxshare.cpu.attention.tiles import TILE, seen_of
-from jaxshare.cpu.attention.unit import TILE_BYTES, WHOLE
+from jaxshare.cpu.attention.unit import WHOLE, fetch, whole
 from jaxshare.cpu.attention.work import WORK, Shape, rounded
 from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
-from jaxshare.cpu.mathematics import exp2, folded, is_any, pairs_bf16, transposed
+from jaxshare.cpu.mathematics import by_turns, exp2, folded, is_any, pairs_bf16, transposed
 from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
@@ -30,26 +30,19 @@ _SCORE_BYTES, _WEIGHT_BYTES = TILE * 64, TILE * 32
 _AT_ONCE = 8
 """Tokens whose weights are computed at once."""
 _BESIDE = [
-    [
-        lane + i
-        for lane in range(4 * half, _WIDE, 8)
-        for lane in range(lane, lane + 4)
-        for i in (0, _WIDE)
-    ]
+    by_turns([lane + i for lane in range(4 * half, _WIDE, 8) for i in range(4)], _WIDE)
     for half in range(2)
 ]
 """4 of each 8 numbers of two vectors of bfloat16, side by side."""
-_ALTERNATING = [lane + i for lane in range(_SIDE) for i in (0, _SIDE)]
-"""The numbers of two vectors by turns."""
 _IN_ORDER = [
     [lane + i for lane in (8 * half, 8 * half + 4) for i in (0, _SIDE) for i in range(i, i + 4)]
     for half in range(2)
 ]
 """32 numbers in their order, of two vectors that have 4 of each 8."""
-_AHEAD, _LINES, _SECOND_CACHE = 1.5, 8, 2
-"""How many tiles ahead memory is fetched, how many lines of it in a row, and to which cache. Half of
-it is asked for twice, once well ahead and once shortly before: fetching one tile ahead, or each line
-once and two tiles ahead, was a tenth slower."""
+_AHEAD, _LINES = 1.5, 8
+"""How many tiles ahead memory is fetched, and how many lines of it in a row. Half of it is asked for
+twice, once well ahead and once shortly before: fetching one tile ahead, or each line once and two
+tiles ahead, was a tenth slower."""
 _LAZY = 8.0
 """How much larger a score can be than what weights are relative to, as a power of two, before they
 are made relative to it. Weights are below 2 ** 8 then, and what was mixed is seldom scaled."""
@@ -84,10 +77,9 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
     with code.loop(0, highest, TILE) as first:
         here, tile_bytes = code.min(highest - first, TILE), TILE * wide * 2
         keys_here, values_here = (each + first * shape.token_bytes for each in (keys, values))
-        rows = _whole(shape, code, keys_here, here, copies)
-        _write_columns(
-            shape, code, _whole(shape, code, values_here, here, copies + tile_bytes), columns
-        )
+        rows = whole(shape, code, keys_here, here, TILE, copies)
+        lines = whole(shape, code, values_here, here, TILE, copies + tile_bytes)
+        _write_columns(shape, code, lines, columns)
         with code.loop_while(lambda: highest_of(start.get()) <= first):
             start.set(start.get() + 1)
         # The unit works for the next group and for the last one while this one is weighed.
@@ -95,7 +87,8 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
             weighed, last, turn_of = scored - 1, scored - 2, scored & 1
             for source in (keys_here, values_here):
                 ahead = source + (TILE * shape.token_bytes) + scored * share
-                _fetch(code, ahead, share)
+                with code.loop(0, share, _LINES * 64) as at:
+                    fetch(code, ahead + at, _LINES)
             with code.where(scored < count):
                 place = turned + scored * (_SIDE * wide * 2)
                 _score(shape, unit, place, rows, scores + turn_of * _SCORE_BYTES)
@@ -113,13 +106,6 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
         code.call(back, mixed + group * (_SIDE * padded * 4))
     code.give()
     return code
-
-
-def _fetch(code: Code, place: Val, size: Val) -> None:
-    """Has some lines of memory brought to the second cache."""
-    with code.loop(0, size, _LINES * 64) as at:
-        for line in range(_LINES):
-            code.prefetch(place + at + line * 64, _SECOND_CACHE)
 
 
 def _score(shape: Shape, unit: MatrixUnit, queries: Val, rows: Val, scores: Val) -> None:
@@ -240,23 +226,6 @@ def _write_turn_back(call: Call, squares: int) -> Code:
     return code
 
 
-def _whole(shape: Shape, code: Code, source: Val, count: Val, copy: Val) -> Val:
-    """Where the keys or values of a tile are, row by row, as many as a tile has: as they lie, or
-    copied where these are fewer or their rows are no whole numbers of rows of the unit's tiles.
-
-    Tokens after the last are the last: no query sees them.
-    """
-    line = shape.padded(_WIDE) * 2
-    is_copied = count < TILE if line == shape.token_bytes else count > 0
-    with code.where(is_copied), code.loop(0, TILE) as token:
-        row = source + code.min(token, count - 1) * shape.token_bytes
-        for d in range(0, shape.dim, _WIDE):
-            left = shape.dim - d
-            taken = None if left >= _WIDE else code.constant(left)
-            code.store(code.load(row + d * 2, I16, _WIDE, taken), copy + token * line + d * 2)
-    return code.select(is_copied, copy, source)
-
-
 def _write_columns(shape: Shape, code: Code, rows: Val, target: Val) -> None:
     """Writes the values of a tile as tiles of the unit [TILE / 32, D / 16], which have those of 32
     tokens for 16 dimensions each.
@@ -270,7 +239,7 @@ def _write_columns(shape: Shape, code: Code, rows: Val, target: Val) -> None:
         for square in range(squares):
             numbers, at, order = _WIDE, (square & ~1) * 32, _BESIDE[square & 1]
             if square | 1 == squares:
-                numbers, at, order = _SIDE, square * 32, _ALTERNATING
+                numbers, at, order = _SIDE, square * 32, by_turns(range(_SIDE), _SIDE)
             pairs = []
             for token in range(0, _WIDE, 2):
                 a, b = (

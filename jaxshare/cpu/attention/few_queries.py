@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxshare.cpu.attention.tiles import TILE, seen_of, write_softmax
 from jaxshare.cpu.attention.work import WORK, Shape
 from jaxshare.cpu.ir import BF16, BYTES, F32, I16, I32, I64, PTR, Code, Val, Var, ir
-from jaxshare.cpu.mathematics import LaneSums, broadcast
+from jaxshare.cpu.mathematics import LaneSums, broadcast, by_turns
 from jaxshare.cpu.runtime import Call
 
 _LINE_BYTES = 64
@@ -195,7 +195,7 @@ class _PairTile(_FewTile):
         """
         code, lanes, wide = self.code, self.lanes, self._wide
         pairs = ir.VectorType(BF16, wide)
-        order = [lane for i in range(lanes) for lane in (i, wide + i)]
+        order = by_turns(range(lanes), wide)
         halves = (order, [lane + lanes for lane in order])
         for at in range(0, lanes, 2):
             beside = []

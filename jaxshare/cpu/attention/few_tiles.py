@@ -13,22 +13,20 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxshare.cpu.amx import MatrixUnit
+from jaxshare.cpu.amx import TILE_BYTES, MatrixUnit
 from jaxshare.cpu.attention.tiles import seen_of
-from jaxshare.cpu.attention.unit import NARROW, TILE_BYTES, WHOLE
+from jaxshare.cpu.attention.unit import NARROW, WHOLE, fetch, whole
 from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
 from jaxshare.cpu.ir import BF16, F32, I8, I16, I32, I64, PTR, Code, Machine, Val, ir
-from jaxshare.cpu.mathematics import exp2, reduced
+from jaxshare.cpu.mathematics import by_turns, exp2, reduced
 from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
 """Rows of a tile of the unit, tokens of one, and float32 numbers of one of its rows."""
 _WIDE = 2 * _SIDE
 """Numbers of bfloat16 of a row of a tile of the unit, and tokens that are read at once."""
-_LINE_BYTES = 64
 _AHEAD_BYTES = 8192
 """How far ahead of what is read memory is fetched: less comes late, more leaves the cache again."""
-_SECOND_CACHE = 2
 _TOTAL, _QUERIES, _KEYS = *NARROW, WHOLE[0]
 """Tiles of the unit for scores."""
 *_MIXED, _WEIGHTS, _VALUES = WHOLE
@@ -36,7 +34,7 @@ _TOTAL, _QUERIES, _KEYS = *NARROW, WHOLE[0]
 _WEIGHT_BYTES = 64 * 2 * FEW
 """Of the weights of 16 tokens: the first half of a tile. Its other rows, and those of what they mix,
 have no meaning."""
-_BY_TURNS = [[lane + i for lane in range(h, h + 8) for i in (0, _SIDE)] for h in (0, 8)]
+_BY_TURNS = [by_turns(range(half, half + 8), _SIDE) for half in (0, 8)]
 """The numbers of two vectors by turns, as two vectors."""
 
 
@@ -105,14 +103,8 @@ class _InOrder:
     def whole(self, first: Val, last: Val) -> Val:
         """Where 32 tokens from `first` on are: those after the last token are the last, which is
         there. Where there are such, all are copied to `last`."""
-        code, size = self.code, self.shape.token_bytes
-        source, left = self.start + first * size, self.count - first
-        with code.where(left < _WIDE), code.loop(0, _WIDE) as token:
-            place = source + code.min(token, left - 1) * size
-            for at in range(0, size, _LINE_BYTES):
-                line = code.load(place + at, I16, _WIDE)
-                code.store(line, last + token * size + at)
-        return code.select(left < _WIDE, last, source)
+        source = self.start + first * self.shape.token_bytes
+        return whole(self.shape, self.code, source, self.count - first, _WIDE, last)
 
     def ahead(self, first: Val) -> Val:
         """Where the 32 tokens are that are to be fetched while those from `first` on are read."""
@@ -121,12 +113,6 @@ class _InOrder:
         beyond = ahead - self.count
         here = self.start + ahead * size
         return code.select(beyond < 0, here, self.after + beyond * size)
-
-    def fetch(self, ahead: Val, tile: int) -> None:
-        """Has as many lines as a tile has brought to the second cache: a processor that looks ahead
-        by itself stops at the end of each page."""
-        for line in range(tile * _SIDE, (tile + 1) * _SIDE):
-            self.code.prefetch(ahead + line * _LINE_BYTES, _SECOND_CACHE)
 
 
 def _score(shape: Shape, code: Code, run: _InOrder, pairs: Val, scores: Val) -> None:
@@ -143,7 +129,7 @@ def _score(shape: Shape, code: Code, run: _InOrder, pairs: Val, scores: Val) -> 
                     _KEYS, keys + (block * _SIDE * shape.token_bytes + part * 64), shape.token_bytes
                 )
                 unit.multiply(_TOTAL, _KEYS, _QUERIES)
-                run.fetch(ahead, block * len(parts) + part)
+                fetch(code, ahead + (block * len(parts) + part) * TILE_BYTES, _SIDE)
             unit.store(_TOTAL, scores + (first + block * _SIDE) * (4 * FEW), 4 * FEW)
     # Later, since the vector unit waits for what the matrix unit has just stored.
     with code.loop(0, rounded(run.count, _WIDE), _SIDE) as first:
@@ -208,6 +194,6 @@ def _mix(shape: Shape, code: Code, run: _InOrder, weights: Val, mixed: Val) -> N
                     place = values + (block * _SIDE * shape.token_bytes + part * 64)
                     unit.load(_VALUES, place, shape.token_bytes)
                     unit.multiply(tile, _WEIGHTS, _VALUES)
-                    run.fetch(ahead, block * len(parts) + part)
+                    fetch(code, ahead + (block * len(parts) + part) * TILE_BYTES, _SIDE)
         for tile, part in chosen:
             unit.store(tile, mixed + part * TILE_BYTES, 64)

@@ -8,7 +8,7 @@ import math
 from jaxshare.cpu.attention.tiles import AT_ONCE, TILE, for_tiles, write_softmax
 from jaxshare.cpu.attention.work import Shape
 from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
-from jaxshare.cpu.mathematics import transposed
+from jaxshare.cpu.mathematics import by_turns, transposed
 from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
@@ -123,7 +123,7 @@ def write_value_pairs(shape: Shape, code: Code, values: Val, count: Val, target:
     """Writes the values of a tile as squares [TILE / 32, D / 16]: in each, the values of
     pairs of tokens side by side."""
     columns = shape.padded(_SIDE) // _SIDE
-    order = [lane for i in range(_SIDE) for lane in (i, _SIDE + i)]
+    order = by_turns(range(_SIDE), _SIDE)
     with code.loop(0, TILE // 2) as pair:
         rows = [values + code.min(pair * 2 + i, count - 1) * shape.token_bytes for i in range(2)]
         place = target + pair // _SIDE * (columns * _PAIRS_BYTES) + pair % _SIDE * 64

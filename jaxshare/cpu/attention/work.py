@@ -191,7 +191,7 @@ def _write_items(shape: Shape, call: Call) -> Code:
         with code.loop(0, _segments(found.longest)) as segment, code.loop(0, groups) as group:
             count = code.min(found.count - group * per_item, per_item)
             queries = count * w.width * w.group
-            with code.where(queries > FEW):
+            with code.where(queries > FEW):  # a vector of their sums begins with a line of a cache
                 query.set(rounded(query.get(), at_once))
             ITEM.write(
                 code,

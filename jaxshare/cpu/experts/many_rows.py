@@ -6,13 +6,13 @@ blocks of its expert as in `jaxshare.cpu.matrices.many_rows`.
 
 from collections.abc import Sequence
 
+from jaxshare.cpu.amx import TILE_BYTES
 from jaxshare.cpu.experts.work import WORK, Way, begin, matrix_of
 from jaxshare.cpu.ir import BF16, BYTES, FORMATS, I64, PTR, VOID, Code, Val, ir
 from jaxshare.cpu.matrices.many_rows import (
     PIECE,
     ROW_BLOCKS,
     SIDE,
-    TILE_BYTES,
     Rows,
     TileProduct,
     blocks_of,

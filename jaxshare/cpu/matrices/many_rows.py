@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxshare.cpu.amx import MatrixUnit
+from jaxshare.cpu.amx import TILE_BYTES, MatrixUnit
 from jaxshare.cpu.ir import BF16, BYTES, F32, FORMATS, I32, PTR, VOID, Code, Val, ir
 from jaxshare.cpu.mathematics import folded, transposed
 from jaxshare.cpu.matrices.work import WORK, for_matrix_of, write_work
@@ -18,7 +18,6 @@ SIDE = 16
 """Rows of a tile, and numbers of one of its rows of float32."""
 DEPTH = 32
 """Numbers of one of its rows of bfloat16."""
-TILE_BYTES = 1024
 PIECE = 4 * SIDE
 """Outputs of a piece of work."""
 ROW_BLOCKS = 16

@@ -8,7 +8,7 @@ rounded to bfloat16 as XLA's product with a dequantised matrix has them. The res
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxshare.cpu.amx import MatrixUnit
+from jaxshare.cpu.amx import TILE_BYTES, MatrixUnit
 from jaxshare.cpu.ir import BF16, BYTES, F32, FORMATS, I64, PTR, VOID, Code, Val, ir
 from jaxshare.cpu.matrices.many_rows import (
     DEPTH,
@@ -16,7 +16,6 @@ from jaxshare.cpu.matrices.many_rows import (
     ROW_BLOCKS,
     SIDE,
     SUMS,
-    TILE_BYTES,
     TILES_A,
     TILES_B,
     Rows,
