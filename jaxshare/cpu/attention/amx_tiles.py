@@ -2,8 +2,8 @@
 
 A vector has the numbers of 16 queries: scores are [tokens, queries], and what is mixed is [D,
 queries]. So the largest score of a query, its sum and its weights need nothing across a vector, and
-weights are operands of the unit as they come. Queries are turned around before a segment, and what
-they have mixed after it.
+weights are operands of the unit as they come. What queries have mixed is turned around after a
+segment.
 
 16 queries are scored, those before them weighed, and values are mixed for those before these, so that
 none waits for what another unit is about to write.
@@ -13,7 +13,7 @@ import math
 
 from jaxshare.cpu.amx import TILE_BYTES, MatrixUnit
 from jaxshare.cpu.attention.tiles import TILE, seen_of
-from jaxshare.cpu.attention.unit import WHOLE, fetch, whole
+from jaxshare.cpu.attention.unit import WHOLE, WIDE, fetch, whole
 from jaxshare.cpu.attention.work import WORK, Shape, rounded
 from jaxshare.cpu.ir import BF16, F32, I16, I32, I64, PTR, Code, Val, ir
 from jaxshare.cpu.mathematics import by_turns, exp2, folded, is_any, pairs_bf16, transposed
@@ -21,8 +21,6 @@ from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
 """Rows of a tile of the unit, float32 numbers of one of its rows, and queries of a group."""
-_WIDE = 2 * _SIDE
-"""Numbers of bfloat16 of a row of a tile of the unit."""
 _TOTALS, _A, _B = WHOLE[0:2], WHOLE[2:4], WHOLE[4:6]
 """Tiles of the unit."""
 _SCORE_BYTES, _WEIGHT_BYTES = TILE * 64, TILE * 32
@@ -30,7 +28,7 @@ _SCORE_BYTES, _WEIGHT_BYTES = TILE * 64, TILE * 32
 _AT_ONCE = 8
 """Tokens whose weights are computed at once."""
 _BESIDE = [
-    by_turns([lane + i for lane in range(4 * half, _WIDE, 8) for i in range(4)], _WIDE)
+    by_turns([lane + i for lane in range(4 * half, WIDE, 8) for i in range(4)], WIDE)
     for half in range(2)
 ]
 """4 of each 8 numbers of two vectors of bfloat16, side by side."""
@@ -50,20 +48,17 @@ are made relative to it. Weights are below 2 ** 8 then, and what was mixed is se
 
 def write_amx_tiles(shape: Shape, call: Call) -> Code:
     """tiles(work, query, queries, keys, values, scales): takes the tiles of a segment into the sums
-    of some queries, of which there are places up to a multiple of 16."""
+    of some queries, turned around, of which there are places up to a multiple of 16."""
     types = [PTR, I64, I64, PTR, PTR, *shape.scale_types]
     code = Code(call.module, call.machine, "amx_tiles", types)
     work, query, queries, keys, values, *scales = code.args
     w = WORK.read_all(code, work)
-    wide, padded = shape.padded(_WIDE), shape.padded(_SIDE)
+    wide, padded = shape.padded(WIDE), shape.padded(_SIDE)
     copies, columns = code.array(BF16, 2 * TILE * wide), code.array(BF16, padded * TILE)
     scores, weights = code.array(F32, 2 * TILE * _SIDE), code.array(BF16, 2 * TILE * _SIDE)
     count = rounded(queries, _SIDE) // _SIDE
     turned, mixed = w.queries + query * (wide * 2), w.mixed + query * (padded * 4)
     sums = [each + query * 4 for each in (w.tops, w.totals, w.ends)]
-    turn = _write_turn(call, wide // _WIDE)
-    with code.loop(0, count) as group:
-        code.call(turn, turned + group * (_SIDE * wide * 2))
     weigh = _write_weigh(shape, call)
     _, highest = seen_of(code, w, query, queries)
     start = code.var(0)  # the first group that sees a tile
@@ -110,7 +105,7 @@ def write_amx_tiles(shape: Shape, call: Call) -> Code:
 
 def _score(shape: Shape, unit: MatrixUnit, queries: Val, rows: Val, scores: Val) -> None:
     """The scores [TILE, 16] of 16 queries."""
-    count, line = shape.padded(_WIDE) // _WIDE, shape.padded(_WIDE) * 2
+    count, line = shape.padded(WIDE) // WIDE, shape.padded(WIDE) * 2
     held = range(count) if count <= len(_B) else ()
     for part in held:
         unit.load(_B[part], queries + part * TILE_BYTES, 64)
@@ -129,7 +124,7 @@ def _score(shape: Shape, unit: MatrixUnit, queries: Val, rows: Val, scores: Val)
 
 def _mix(shape: Shape, unit: MatrixUnit, weights: Val, columns: Val, mixed: Val) -> None:
     """Adds the values of a tile with their weights to what 16 queries have mixed, [D, 16]."""
-    count, parts = shape.padded(_SIDE) // _SIDE, range(TILE // _WIDE)
+    count, parts = shape.padded(_SIDE) // _SIDE, range(TILE // WIDE)
     for part in parts:
         unit.load(_B[part], weights + part * TILE_BYTES, 64)
     for d in range(count):
@@ -186,23 +181,6 @@ def _write_weigh(shape: Shape, call: Call) -> Code:
     return code
 
 
-def _write_turn(call: Call, parts: int) -> Code:
-    """turn_queries(numbers): turns 16 rows of `parts` times 16 numbers of 32 bits around, each part
-    becoming a square."""
-    code = Code(call.module, call.machine, "turn_queries", [PTR])
-    (numbers,) = code.args
-    temporary = code.array(I32, parts * _SIDE * _SIDE)
-    with code.loop(0, parts) as part:
-        rows = [numbers + part * 64 + i * (parts * 64) for i in range(_SIDE)]
-        square = [code.load(row, I32, _SIDE) for row in rows]
-        for i, line in enumerate(transposed(square)):
-            code.store(line, temporary + part * TILE_BYTES + i * 64)
-    with code.loop(0, parts * TILE_BYTES, 64) as at:
-        code.store(code.load(temporary + at, I32, _SIDE), numbers + at)
-    code.give()
-    return code
-
-
 def _write_turn_back(call: Call, squares: int) -> Code:
     """turn_back(mixed): turns what 16 queries have mixed, [D, 16] in the order of `_write_columns`,
     into rows."""
@@ -233,15 +211,15 @@ def _write_columns(shape: Shape, code: Code, rows: Val, target: Val) -> None:
     Of 32 dimensions a tile has those that one instruction puts beside each other for two tokens: 4
     of each 8.
     """
-    squares, line = shape.padded(_SIDE) // _SIDE, shape.padded(_WIDE) * 2
-    with code.loop(0, TILE // _WIDE) as block:
-        source, place = rows + block * (_WIDE * line), target + block * (squares * TILE_BYTES)
+    squares, line = shape.padded(_SIDE) // _SIDE, shape.padded(WIDE) * 2
+    with code.loop(0, TILE // WIDE) as block:
+        source, place = rows + block * (WIDE * line), target + block * (squares * TILE_BYTES)
         for square in range(squares):
-            numbers, at, order = _WIDE, (square & ~1) * 32, _BESIDE[square & 1]
+            numbers, at, order = WIDE, (square & ~1) * 32, _BESIDE[square & 1]
             if square | 1 == squares:
                 numbers, at, order = _SIDE, square * 32, by_turns(range(_SIDE), _SIDE)
             pairs = []
-            for token in range(0, _WIDE, 2):
+            for token in range(0, WIDE, 2):
                 a, b = (
                     code.load(source + (each * line + at), I16, numbers)
                     for each in (token, token + 1)

@@ -3,7 +3,8 @@
 Blocks are cut into segments. A piece of work is one kv head, one segment and some of the rows that
 read it: their queries are rotated towards the block, and scores, softmax and mixing go over it a
 tile at a time (Hydragen section 3.2, Hogwild! section 3.4). What the pieces leave of a row is merged
-by log-sum-exp. A row's result depends neither on the rows beside it nor on the number of threads.
+by log-sum-exp. A row's result does not depend on the number of threads; on the rows beside it only
+in its rounding, since few queries are summed in another order than many.
 """
 
 import functools

@@ -9,24 +9,27 @@ side; so each weight is given twice, once for the first number of every pair and
 each time with a 0 for the other. What is mixed has the numbers of even and of odd places apart.
 """
 
-import dataclasses
 import math
 from typing import Any
 
 from jaxshare.cpu.amx import TILE_BYTES, MatrixUnit
 from jaxshare.cpu.attention.tiles import seen_of
-from jaxshare.cpu.attention.unit import NARROW, WHOLE, fetch, whole
+from jaxshare.cpu.attention.unit import (
+    BY_TURNS,
+    NARROW,
+    WHOLE,
+    WIDE,
+    InOrder,
+    fetch,
+    store_by_turns,
+)
 from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
-from jaxshare.cpu.ir import BF16, F32, I8, I16, I32, I64, PTR, Code, Machine, Val, ir
-from jaxshare.cpu.mathematics import by_turns, exp2, reduced
+from jaxshare.cpu.ir import BF16, F32, I8, I16, I32, I64, PTR, Code, Val, ir
+from jaxshare.cpu.mathematics import exp2, reduced
 from jaxshare.cpu.runtime import Call
 
 _SIDE = 16
 """Rows of a tile of the unit, tokens of one, and float32 numbers of one of its rows."""
-_WIDE = 2 * _SIDE
-"""Numbers of bfloat16 of a row of a tile of the unit, and tokens that are read at once."""
-_AHEAD_BYTES = 8192
-"""How far ahead of what is read memory is fetched: less comes late, more leaves the cache again."""
 _TOTAL, _QUERIES, _KEYS = *NARROW, WHOLE[0]
 """Tiles of the unit for scores."""
 *_MIXED, _WEIGHTS, _VALUES = WHOLE
@@ -34,13 +37,6 @@ _TOTAL, _QUERIES, _KEYS = *NARROW, WHOLE[0]
 _WEIGHT_BYTES = 64 * 2 * FEW
 """Of the weights of 16 tokens: the first half of a tile. Its other rows, and those of what they mix,
 have no meaning."""
-_BY_TURNS = [by_turns(range(half, half + 8), _SIDE) for half in (0, 8)]
-"""The numbers of two vectors by turns, as two vectors."""
-
-
-def serves(shape: Shape, machine: Machine) -> bool:
-    """Returns whether the matrix unit takes keys as they lie: whole tiles of bfloat16."""
-    return shape.uses_tiles(machine) and shape.dim % _WIDE == 0 and not shape.codes
 
 
 def write_few_tiles(shape: Shape, call: Call) -> Code:
@@ -51,22 +47,21 @@ def write_few_tiles(shape: Shape, call: Call) -> Code:
     w = WORK.read_all(code, work)
     pairs, scores = code.array(I32, shape.dim // 2 * FEW), code.array(F32, SEGMENT * FEW)
     weights = code.array(I8, SEGMENT // _SIDE * _WEIGHT_BYTES + TILE_BYTES)
-    mixed = code.array(I8, shape.dim // _WIDE * TILE_BYTES)
+    mixed = code.array(I8, shape.dim // WIDE * TILE_BYTES)
     _write_pairs(code, w.queries + query * (shape.dim * 2), queries, shape.dim, pairs)
     _, count = seen_of(code, w, query, queries)
     with code.where(count > 0):
-        _score(shape, code, _InOrder(shape, code, keys, count, values), pairs, scores)
+        _score(shape, code, InOrder(shape, code, keys, count, values), pairs, scores)
         for i in range(FEW):
             with code.where(queries > i):
                 _weigh(code, w, query + i, count, scores + i * 64, weights + i * 64)
-        _mix(shape, code, _InOrder(shape, code, values, count, next_keys), weights, mixed)
+        _mix(shape, code, InOrder(shape, code, values, count, next_keys), weights, mixed)
         with code.loop(0, queries) as i:
-            for part in range(shape.dim // _WIDE):
+            for part in range(shape.dim // WIDE):
                 place = mixed + i * 64 + part * TILE_BYTES
                 even, odd = (code.load(place + at, F32, _SIDE) for at in (0, FEW * 64))
-                target = w.mixed + ((query + i) * shape.dim + part * _WIDE) * 4
-                for at, order in enumerate(_BY_TURNS):
-                    code.store(even.shuffled(odd, order), target + at * 64)
+                target = w.mixed + ((query + i) * shape.dim + part * WIDE) * 4
+                store_by_turns(code, even, odd, target)
     code.give()
     return code
 
@@ -76,50 +71,18 @@ def _write_pairs(code: Code, source: Val, queries: Val, dim: int, target: Val) -
     lines = [source + code.min(code.constant(i), queries - 1) * (dim * 2) for i in range(FEW)]
     for start in range(0, dim // 2, _SIDE):
         a, b, c, d = (code.load(line + start * 4, I32, _SIDE) for line in lines)
-        for i, half in enumerate(_BY_TURNS):
+        for i, half in enumerate(BY_TURNS):
             ac, bd = a.shuffled(c, half), b.shuffled(d, half)
-            for j, part in enumerate(_BY_TURNS):
+            for j, part in enumerate(BY_TURNS):
                 place = target + (start * FEW + (2 * i + j) * _SIDE) * 4
                 code.store(ac.shuffled(bd, part), place)
 
 
-@dataclasses.dataclass(frozen=True)
-class _InOrder:
-    """Keys or values that are read in order, 32 tokens at once.
-
-    Attributes:
-      shape, code: of the kernel.
-      start: where they are.
-      count: the tokens.
-      after: what is read after them.
-    """
-
-    shape: Shape
-    code: Code
-    start: Val
-    count: Val
-    after: Val
-
-    def whole(self, first: Val, last: Val) -> Val:
-        """Where 32 tokens from `first` on are: those after the last token are the last, which is
-        there. Where there are such, all are copied to `last`."""
-        source = self.start + first * self.shape.token_bytes
-        return whole(self.shape, self.code, source, self.count - first, _WIDE, last)
-
-    def ahead(self, first: Val) -> Val:
-        """Where the 32 tokens are that are to be fetched while those from `first` on are read."""
-        code, size = self.code, self.shape.token_bytes
-        ahead = first + code.min(self.count, max(_AHEAD_BYTES // size, 1))
-        beyond = ahead - self.count
-        here = self.start + ahead * size
-        return code.select(beyond < 0, here, self.after + beyond * size)
-
-
-def _score(shape: Shape, code: Code, run: _InOrder, pairs: Val, scores: Val) -> None:
+def _score(shape: Shape, code: Code, run: InOrder, pairs: Val, scores: Val) -> None:
     """The scores of all keys, by query in each block of 16 tokens: [blocks, FEW, 16]."""
-    unit, last = MatrixUnit(code), code.array(BF16, _WIDE * shape.dim)
-    parts = range(shape.dim // _WIDE)
-    with code.loop(0, run.count, _WIDE) as first:
+    unit, last = MatrixUnit(code), code.array(BF16, WIDE * shape.dim)
+    parts = range(shape.dim // WIDE)
+    with code.loop(0, run.count, WIDE) as first:
         keys, ahead = run.whole(first, last), run.ahead(first)
         for block in range(2):
             unit.zero(_TOTAL)
@@ -132,7 +95,7 @@ def _score(shape: Shape, code: Code, run: _InOrder, pairs: Val, scores: Val) -> 
                 fetch(code, ahead + (block * len(parts) + part) * TILE_BYTES, _SIDE)
             unit.store(_TOTAL, scores + (first + block * _SIDE) * (4 * FEW), 4 * FEW)
     # Later, since the vector unit waits for what the matrix unit has just stored.
-    with code.loop(0, rounded(run.count, _WIDE), _SIDE) as first:
+    with code.loop(0, rounded(run.count, WIDE), _SIDE) as first:
         _turn(code, scores + first * (4 * FEW))
 
 
@@ -150,7 +113,7 @@ def _turn(code: Code, scores: Val) -> None:
 def _weigh(code: Code, w: Any, query: Val, count: Val, scores: Val, weights: Val) -> None:
     """The weights of a query, its largest score and the sum of its weights."""
     end = code.load_int(w.ends + query * 4)
-    stop = rounded(count, _WIDE)
+    stop = rounded(count, WIDE)
     lowest = code.zeros(_SIDE) - math.inf
 
     def score(first: Val) -> Val:
@@ -178,15 +141,15 @@ def _weigh(code: Code, w: Any, query: Val, count: Val, scores: Val, weights: Val
     code.store(reduced(total.get(), lambda a, b: a + b), w.totals + query * 4)
 
 
-def _mix(shape: Shape, code: Code, run: _InOrder, weights: Val, mixed: Val) -> None:
+def _mix(shape: Shape, code: Code, run: InOrder, weights: Val, mixed: Val) -> None:
     """Mixes values with their weights."""
-    unit, last = MatrixUnit(code), code.array(BF16, _WIDE * shape.dim)
-    parts = range(shape.dim // _WIDE)
+    unit, last = MatrixUnit(code), code.array(BF16, WIDE * shape.dim)
+    parts = range(shape.dim // WIDE)
     for start in range(0, len(parts), len(_MIXED)):
         chosen = [*zip(_MIXED, parts[start : start + len(_MIXED)], strict=False)]
         for tile, _ in chosen:
             unit.zero(tile)
-        with code.loop(0, run.count, _WIDE) as first:
+        with code.loop(0, run.count, WIDE) as first:
             values, ahead = run.whole(first, last), run.ahead(first)
             for block in range(2):
                 unit.load(_WEIGHTS, weights + (first // _SIDE + block) * _WEIGHT_BYTES, 64)

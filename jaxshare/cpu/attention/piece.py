@@ -4,12 +4,15 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxshare.cpu.amx import ROWS, TILE_BYTES
 from jaxshare.cpu.attention.amx_tiles import write_amx_tiles
 from jaxshare.cpu.attention.codes import widened_segment
 from jaxshare.cpu.attention.few_queries import write_few
-from jaxshare.cpu.attention.few_tiles import serves, write_few_tiles
+from jaxshare.cpu.attention.few_tiles import write_few_tiles
+from jaxshare.cpu.attention.group_tiles import fits, write_group_tiles
 from jaxshare.cpu.attention.pair_tiles import write_pair_tiles
 from jaxshare.cpu.attention.tiles import write_tiles
+from jaxshare.cpu.attention.unit import serves
 from jaxshare.cpu.attention.work import (
     FEW,
     ITEM,
@@ -19,6 +22,7 @@ from jaxshare.cpu.attention.work import (
     places_of,
 )
 from jaxshare.cpu.ir import BYTES, F32, I32, I64, PTR, VOID, Code, Val
+from jaxshare.cpu.mathematics import transposed
 from jaxshare.cpu.runtime import Call, begin_task
 
 _LOG2_E = math.log2(math.e)
@@ -32,7 +36,8 @@ def write_piece(shape: Shape, call: Call) -> Code:
     most = 1 if on_tiles else FEW
     few, many = write_few(shape, call, most), write_many(shape, call)
     prepare = write_queries(shape, call, pairs)
-    prepare_many = write_queries(shape, call, True) if tiles and not pairs else prepare
+    prepare_some = write_queries(shape, call, True) if tiles and not pairs else prepare
+    prepare_many = write_queries(shape, call, True, turns=True) if tiles else prepare
     code = begin_task(call, "piece")
     work, index = code.args
     w = WORK.read_all(code, work)
@@ -54,13 +59,17 @@ def write_piece(shape: Shape, call: Call) -> Code:
             code.external("free", VOID, segment[0])
 
     run(count <= most, prepare, few)
+    is_many = count > FEW
     if on_tiles:
         after = code.min(index + 1, w.num_items * w.kv_heads - 1)
         following = ITEM.read_all(code, w.items + after // w.kv_heads * ITEM.bytes)
         next_keys, _ = _places(shape, code, w, following, after % w.kv_heads)
         some = (count > most) & (count <= FEW)
-        run(some, prepare_many, write_few_tiles(shape, call), next_keys)
-    run(count > FEW, prepare_many, many)
+        run(some, prepare_some, write_few_tiles(shape, call), next_keys)
+        is_group = fits(count, item.tokens)
+        run(is_many & is_group, prepare_many, write_group_tiles(shape, call), next_keys)
+        is_many = is_many & is_group.equals(0)
+    run(is_many, prepare_many, many)
     code.give()
     return code
 
@@ -76,7 +85,7 @@ def _start(code: Code, w: Any, item: Any, kv_head: Val) -> Val:
     return kv_head * w.tokens + code.load_int(w.offsets + item.block * 4) + item.first
 
 
-def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
+def write_queries(shape: Shape, call: Call, rounds: bool, *, turns: bool = False) -> Code:
     """queries(work, kv_head, query, first, reader, readers): rotates the queries of a piece, and
     empties their sums. Queries of places after the last are 0, and see all, so that no tile is cut
     for them.
@@ -84,8 +93,9 @@ def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
     Args:
       shape, call: of the kernel.
       rounds: write queries as bfloat16.
+      turns: write them turned around, 16 by 16, as the matrix unit takes them.
     """
-    name = "rounded_queries" if rounds else "queries"
+    name = "turned_queries" if turns else "rounded_queries" if rounds else "queries"
     code = Code(call.module, call.machine, name, [PTR, I64, I64, I64, I64, I64])
     work, kv_head, query, first, reader, readers = code.args
     w = WORK.read_all(code, work)
@@ -110,6 +120,27 @@ def write_queries(shape: Shape, call: Call, rounds: bool) -> Code:
     with code.loop(count, places_of(shape, code, count)) as i:
         target.clear(w, query + i)
         _empty(shape, code, w, query + i, code.constant(SEGMENT))
+    if turns:
+        turn, size = _write_turn(call, target.padded * 2 // 64), ROWS * target.padded * 2
+        with code.loop(0, (count + (ROWS - 1)) // ROWS) as group:
+            code.call(turn, w.queries + query * (target.padded * 2) + group * size)
+    code.give()
+    return code
+
+
+def _write_turn(call: Call, parts: int) -> Code:
+    """turn_queries(numbers): turns 16 rows of `parts` times 16 numbers of 32 bits around, each part
+    becoming a square."""
+    code = Code(call.module, call.machine, "turn_queries", [PTR])
+    (numbers,) = code.args
+    temporary = code.array(I32, parts * ROWS * ROWS)
+    with code.loop(0, parts) as part:
+        rows = [numbers + part * 64 + i * (parts * 64) for i in range(ROWS)]
+        square = [code.load(row, I32, ROWS) for row in rows]
+        for i, line in enumerate(transposed(square)):
+            code.store(line, temporary + part * TILE_BYTES + i * 64)
+    with code.loop(0, parts * TILE_BYTES, 64) as at:
+        code.store(code.load(temporary + at, I32, ROWS), numbers + at)
     code.give()
     return code
 

@@ -61,7 +61,7 @@ def test_scores_that_rise_and_fall_from_tile_to_tile(step):
     np.testing.assert_allclose(blocks.of_kernel(), blocks.of_sums(), atol=0.02)
 
 
-@pytest.mark.parametrize("group", [1, 2, 12])
+@pytest.mark.parametrize("group", [1, 2, 7, 12])
 @pytest.mark.parametrize("place", [0, 63, 200, 1099])
 def test_a_key_that_is_no_number_is_seen_by_the_rows_that_see_it(group, place):
     blocks = random_blocks(group, 64, 1, [0, 70, 70])
@@ -72,7 +72,7 @@ def test_a_key_that_is_no_number_is_seen_by_the_rows_that_see_it(group, place):
     np.testing.assert_array_equal(found[2], right[2])
 
 
-@pytest.mark.parametrize("group", [1, 2, 12])
+@pytest.mark.parametrize("group", [1, 2, 7, 12])
 def test_a_row_of_which_no_score_is_a_number(group):
     blocks = random_blocks(group, 64, 1, [0, 70, 70])
     blocks.q[0] = np.nan
