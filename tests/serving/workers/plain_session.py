@@ -22,7 +22,7 @@ from jaxshare.serving import Format
 from tests.helpers import DenseModel
 
 Written = dict[str, list[tuple[int, list[int]]]]
-WIDTH, POSITIONS = 16, 64
+WIDTH, POSITIONS = 16, 256
 """Tokens a row of a pass that feeds more than one; draws of a stream that are made at once."""
 EDGE = 1e-6
 """Of a cumulative probability, several units in the last place of float32."""
@@ -127,7 +127,7 @@ class PlainSession:
         self.over: str | None = None
         self.rows: dict[str, Row] = {}
         self.left: list[Row] = []
-        self.with_headers = len(names) > 1
+        self.with_headers = len(names) > 1 and bool(self.headers)
         prompt = (
             self.format if self.moves else dataclasses.replace(self.format, history_header="")
         ).prompt(model.tokenizer, settings["problem"], names)
@@ -141,7 +141,7 @@ class PlainSession:
 
     def add(self, name: str) -> None:
         number = min({*range(8)} - {row.number for row in self.rows.values()})
-        self.with_headers = True
+        self.with_headers = bool(self.headers)
         seed = stream_seed(self.settings["seed"], "joined", number, self.passes)
         self._enter(name, number, seed, (*self.rows, name))
 
