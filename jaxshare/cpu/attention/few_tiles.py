@@ -20,7 +20,6 @@ from jaxshare.cpu.attention.unit import (
     WHOLE,
     WIDE,
     InOrder,
-    fetch,
     store_by_turns,
 )
 from jaxshare.cpu.attention.work import FEW, SEGMENT, WORK, Shape, rounded
@@ -88,11 +87,9 @@ def _score(shape: Shape, code: Code, run: InOrder, pairs: Val, scores: Val) -> N
             unit.zero(_TOTAL)
             for part in parts:
                 unit.load(_QUERIES, pairs + part * (_SIDE * FEW * 4), 4 * FEW)
-                unit.load(
-                    _KEYS, keys + (block * _SIDE * shape.token_bytes + part * 64), shape.token_bytes
-                )
+                run.load(unit, _KEYS, keys, block, part)
                 unit.multiply(_TOTAL, _KEYS, _QUERIES)
-                fetch(code, ahead + (block * len(parts) + part) * TILE_BYTES, _SIDE)
+                run.fetch(ahead, block, part)
             unit.store(_TOTAL, scores + (first + block * _SIDE) * (4 * FEW), 4 * FEW)
     # Later, since the vector unit waits for what the matrix unit has just stored.
     with code.loop(0, rounded(run.count, WIDE), _SIDE) as first:
@@ -154,9 +151,8 @@ def _mix(shape: Shape, code: Code, run: InOrder, weights: Val, mixed: Val) -> No
             for block in range(2):
                 unit.load(_WEIGHTS, weights + (first // _SIDE + block) * _WEIGHT_BYTES, 64)
                 for tile, part in chosen:
-                    place = values + (block * _SIDE * shape.token_bytes + part * 64)
-                    unit.load(_VALUES, place, shape.token_bytes)
+                    run.load(unit, _VALUES, values, block, part)
                     unit.multiply(tile, _WEIGHTS, _VALUES)
-                    fetch(code, ahead + (block * len(parts) + part) * TILE_BYTES, _SIDE)
+                    run.fetch(ahead, block, part)
         for tile, part in chosen:
             unit.store(tile, mixed + part * TILE_BYTES, 64)

@@ -79,15 +79,14 @@ def _score(
         keys, ahead = run.whole(first, last), run.ahead(first)
         for block in range(2):
             for part in parts:
-                fetch(code, ahead + (block * len(parts) + part) * TILE_BYTES, ROWS)
+                run.fetch(ahead, block, part)
             with code.loop(0, groups) as group:
                 queries = turned + group * (ROWS * shape.dim * 2)
                 unit.zero(_TOTALS[block])
                 for part in parts:
                     a, b = _KEYS[part % 2], _QUERIES[part % 2]
                     unit.load(b, queries + part * TILE_BYTES, 64)
-                    place = keys + (block * ROWS * shape.token_bytes + part * 64)
-                    unit.load(a, place, shape.token_bytes)
+                    run.load(unit, a, keys, block, part)
                     unit.multiply(_TOTALS[block], a, b)
                 unit.store(_TOTALS[block], scores_of(group) + (first + block * ROWS) * 64, 64)
 
@@ -157,14 +156,13 @@ def _write_mix(shape: Shape, call: Call) -> Code:
                 tile = weights + (first + block * ROWS) * 64
                 held = None
                 for i, part in enumerate(chosen):
-                    place = lines + (block * ROWS * shape.token_bytes + part * 64)
-                    unit.load(_VALUES, place, shape.token_bytes)
+                    run.load(unit, _VALUES, lines, block, part)
                     for odd in (1, 0) if held else (0, 1):
                         if odd != held:
                             unit.load(_WEIGHTS, tile + -2 * odd, 64)
                         unit.multiply(_MIXED[2 * i + odd], _WEIGHTS, _VALUES)
                         held = odd
-                    fetch(code, ahead + (block * len(parts) + part) * TILE_BYTES, ROWS)
+                    run.fetch(ahead, block, part)
         for i, part in enumerate(chosen):
             for odd in range(2):
                 unit.store(_MIXED[2 * i + odd], sums + odd * TILE_BYTES, 64)

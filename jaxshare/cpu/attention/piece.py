@@ -36,7 +36,6 @@ def write_piece(shape: Shape, call: Call) -> Code:
     most = 1 if on_tiles else FEW
     few, many = write_few(shape, call, most), write_many(shape, call)
     prepare = write_queries(shape, call, pairs)
-    prepare_some = write_queries(shape, call, True) if tiles and not pairs else prepare
     prepare_many = write_queries(shape, call, True, turns=True) if tiles else prepare
     code = begin_task(call, "piece")
     work, index = code.args
@@ -65,6 +64,7 @@ def write_piece(shape: Shape, call: Call) -> Code:
         following = ITEM.read_all(code, w.items + after // w.kv_heads * ITEM.bytes)
         next_keys, _ = _places(shape, code, w, following, after % w.kv_heads)
         some = (count > most) & (count <= FEW)
+        prepare_some = prepare if pairs else write_queries(shape, call, True)
         run(some, prepare_some, write_few_tiles(shape, call), next_keys)
         is_group = fits(count, item.tokens)
         run(is_many & is_group, prepare_many, write_group_tiles(shape, call), next_keys)

@@ -6,7 +6,7 @@ once.
 
 import dataclasses
 
-from jaxshare.cpu.amx import ROW_BYTES, ROWS, MatrixUnit
+from jaxshare.cpu.amx import ROW_BYTES, ROWS, TILE_BYTES, MatrixUnit
 from jaxshare.cpu.attention.work import FEW, Shape
 from jaxshare.cpu.ir import I16, Code, Machine, Val
 from jaxshare.cpu.mathematics import by_turns
@@ -100,3 +100,13 @@ class InOrder:
         beyond = ahead - self.count
         here = self.start + ahead * size
         return code.select(beyond < 0, here, self.after + beyond * size)
+
+    def fetch(self, ahead: Val, block: int, part: int) -> None:
+        """Has as many lines brought to the second cache as one of the tiles has that `load` takes."""
+        parts = self.shape.dim // WIDE
+        fetch(self.code, ahead + (block * parts + part) * TILE_BYTES, ROWS)
+
+    def load(self, unit: MatrixUnit, tile: int, rows: Val, block: int, part: int) -> None:
+        """Loads a tile of 32 tokens that begin at `rows`: 16 of them, and 32 numbers of each."""
+        line = self.shape.token_bytes
+        unit.load(tile, rows + (block * ROWS * line + part * ROW_BYTES), line)

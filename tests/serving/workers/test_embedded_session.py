@@ -9,6 +9,7 @@ from jaxshare.serving import Workers
 from jaxshare.serving.evaluation import arithmetic
 from tests.serving.branches.test_branches import embedded
 from tests.serving.workers.plain_session import PlainSession
+from tests.serving.workers.test_session import run
 
 PASSES = 192
 NAMES = ("Alice", "Bob", "Carol", "Dan")
@@ -32,11 +33,7 @@ def test_four_workers_write_what_float64_gives(seed):
         step_tokens=128,
         history_tokens=1536,
     )
-    for _ in session.stream():
-        pass
-    found = {name: [] for name in NAMES}
-    for step in session.steps:
-        found[step.worker].append((step.number, list(step.tokens)))
+    found = run(session)
     settings = {
         "problem": problem,
         "names": NAMES,
